@@ -1,0 +1,52 @@
+# One verb for each task; every verb sets the project up first, which is instant once it has been done.
+SHELL := bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.penstock-setup
+NAME ?= words
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup java demo test bench lint sim clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: java $(STAMP) ## the virtual environment in .venv, and Java where we may install it
+
+java:
+	@scripts/java.sh
+
+$(STAMP): requirements.txt requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Penstock needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) -V`: make setup PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing the pinned packages into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+demo: setup ## the demonstration: a stateful flow that grows, shrinks and fails while you watch
+	@$(BIN)/penstock demo $(ARGS)
+
+test: setup ## the import contracts and every test
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: setup ## a benchmark with its peers: make bench NAME=words ARGS="--quick"
+	@$(BIN)/penstock bench $(NAME) $(ARGS)
+
+lint: setup ## ruff, mypy and the import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+sim: ## the simulator
+	@echo "The simulator is not there yet."
+
+clean: ## removes the environment and everything that was built or cached
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache spark-warehouse
+	@rm -rf src/*.egg-info
+	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

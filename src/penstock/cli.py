@@ -1,0 +1,626 @@
+"""The command ``penstock``.
+
+The command is a thin layer: it reads flags into a ``Config``, finds the flow, starts a job, and watches it. What it
+adds is manners. The first Ctrl-C ends a job in good order and says how to resume it, the second ends it at once; errors
+are one paragraph and a remedy, never a traceback unless ``-v`` asks for it; ``--json`` puts JSON on standard output and
+nothing else, whatever Spark, Java or a user's function prints.
+
+Polars, PySpark and matplotlib are imported within the functions that need them, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from penstock.errors import ConfigError, FlowError, MachineError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.observe.live import JobLike
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="penstock",
+    help="Elastic, exactly-once, stateful stream processing in Python on Apache Spark.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Engine(StrEnum):
+    spark = "spark"
+    local = "local"
+
+
+def main() -> None:
+    """The entry point of the console script."""
+    app()
+
+
+# --- run ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(
+    target: str = typer.Argument(
+        ..., metavar="FLOW.py[:NAME]", help="The file that builds the flow, and which one if several."
+    ),
+    master: str | None = typer.Option(None, help="Where Spark runs, such as local[2] or spark://host:7077."),
+    checkpoint: str | None = typer.Option(None, metavar="DIR", help="Keeps state here; a later run with it resumes."),
+    slices: int | None = typer.Option(None, help="Shares of each stage's keys; fixed for the life of a checkpoint."),
+    instances: int | None = typer.Option(None, help="Containers of each stage at the start (default: all cores)."),
+    config_file: Path | None = typer.Option(
+        None, "--config", metavar="FILE", help="Settings in TOML (default: penstock.toml if there)."
+    ),
+    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Any other setting; may be repeated."),
+    engine: Engine = typer.Option(Engine.spark, help="spark, or local: one process without Spark."),
+    epochs: int | None = typer.Option(None, metavar="N", help="Stop after N epochs."),
+    as_json: bool = typer.Option(False, "--json", help="Status as one line of JSON a second."),
+    plain: bool = typer.Option(False, "--plain", help="Status as plain lines, even in a terminal."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Run a flow until its sources end, or until Ctrl-C: that finishes the epoch and checkpoints."""
+    with _manners(verbose):
+        from penstock.config import Config, parse_assignments
+
+        flags = {
+            "master": master,
+            "checkpoint": checkpoint,
+            "slices": slices,
+            "instances": instances,
+            "epochs_max": epochs,
+        }
+        overrides = parse_assignments(settings) | {key: value for key, value in flags.items() if value is not None}
+        config = Config.load(config_file, overrides)
+        flow = load_flow(target)
+
+        from penstock.engines.job import start
+
+        with _standard_output(as_json) as write:
+            supervise(
+                lambda: start(flow, engine=engine.value, config=config),
+                as_json=as_json,
+                plain=plain,
+                resume=resume_hint(sys.argv, config.checkpoint),
+                write=write,
+            )
+
+
+def resume_hint(argv: Sequence[str], checkpoint: str | None) -> str:
+    if checkpoint is None:
+        return "There was no checkpoint directory, so the next run begins anew; with --checkpoint DIR it would resume."
+    return "Resume with: " + shlex.join(["penstock", *argv[1:]])
+
+
+def supervise(
+    begin: Callable[[], Any], *, as_json: bool, plain: bool, resume: str, write: Callable[[str], None] | None = None
+) -> None:
+    """Starts a job, watches it to its end, and turns signals into an orderly stop."""
+    from penstock.observe.live import duration_text, short, view_for, watch
+
+    console = Console()
+    notes = Console(stderr=True)
+    view = view_for(console, plain=plain, as_json=as_json)
+
+    def tell() -> None:
+        # The live view's own console sets the line above the frame; any other would write into it.
+        where = console if view == "live" else notes
+        where.print("Stopping after this epoch. Ctrl-C again stops at once.", highlight=False)
+
+    with _Signals() as signals:
+        job = begin()
+        # While PySpark starts it puts a handler of its own for Ctrl-C in place, which would cancel the running epoch.
+        signals.attach(job, tell)
+        try:
+            watch(job, view, console, write=write)
+        except (PenstockError, KeyboardInterrupt):
+            raise
+        except BaseException:
+            # The view broke (its reader has gone, say), not the job: that ends in good order.
+            job.stop()
+            raise
+        signals.join()
+        status = job.status()
+    if view != "json":
+        console.print(
+            f"{escape(status.flow)} {status.phase}: {short(status.rows)} rows in {status.epoch} epochs, "
+            f"{duration_text(status.uptime_s)}.",
+            highlight=False,
+        )
+    if signals.asked:
+        notes.print(escape(resume), highlight=False, soft_wrap=True)
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM while a job runs.
+
+    Before there is a job there is nothing to save: the first signal ends the command. With a job, the first one asks it
+    to stop, on a thread of its own since that waits for the epoch, while the view goes on in this one. A second raises
+    KeyboardInterrupt here, whatever the job is doing.
+    """
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._job: Any = None
+        self._tell: Callable[[], None] = lambda: None
+        self._before: dict[int, Any] = {}
+        self._stopper: threading.Thread | None = None
+
+    def __enter__(self) -> _Signals:
+        self._install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def attach(self, job: JobLike, tell: Callable[[], None]) -> None:
+        self._job, self._tell = job, tell
+        self._install()
+
+    def join(self) -> None:
+        """Waits for ``stop`` to return: the job may have ended, and still be tidying up on that thread."""
+        if self._stopper is not None:
+            self._stopper.join()
+
+    def _install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.asked += 1
+        if self._job is None or self.asked > 1:
+            raise KeyboardInterrupt
+        # A daemon: when the second signal ends the command, nothing may hold it.
+        self._stopper = threading.Thread(target=self._stop, name="penstock-stop", daemon=True)
+        self._stopper.start()
+
+    def _stop(self) -> None:
+        self._tell()
+        # What goes wrong in stopping is the job's failure, and ``wait`` raises that to the one who watches.
+        with contextlib.suppress(Exception):
+            self._job.stop()
+
+
+# --- finding the flow ---------------------------------------------------------------------------------------------
+
+
+def load_flow(target: str, flow_type: type | None = None) -> Any:
+    """Imports the file of ``FLOW.py[:name]`` and returns the flow in it."""
+    if flow_type is None:
+        from penstock.flow import Flow
+
+        flow_type = Flow
+    path, name = _split_target(target)
+    module = _import_file(path)
+    flows = {key: value for key, value in vars(module).items() if isinstance(value, flow_type)}
+    distinct = {id(value): value for value in flows.values()}
+    listed = ", ".join(sorted(flows))
+    if name is not None:
+        if name in flows:
+            return flows[name]
+        what = f"is no ps.Flow but {type(vars(module)[name]).__name__}" if name in vars(module) else "does not exist"
+        raise ConfigError(
+            f'{path}: "{name}" {what}.', remedy=f"Flows there: {listed}." if flows else "The file builds no flow."
+        )
+    if len(distinct) == 1:
+        return next(iter(distinct.values()))
+    if not flows:
+        raise ConfigError(
+            f"{path}: there is no flow in this file.", remedy='Build one at its top level: flow = ps.Flow("name").'
+        )
+    if "flow" in flows:
+        return flows["flow"]
+    raise ConfigError(
+        f"{path}: there are several flows in this file: {listed}.",
+        remedy=f"Say which: penstock run {path}:{sorted(flows)[0]}",
+    )
+
+
+def _split_target(target: str) -> tuple[Path, str | None]:
+    head, colon, name = target.rpartition(":")
+    path, chosen = (Path(head), name) if colon and name.isidentifier() else (Path(target), None)
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: there is no such file.", remedy="Give the path of the Python file that builds the flow."
+        )
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(
+            f"{path}: not a Python file.", remedy="Give the path of the Python file that builds the flow."
+        )
+    return path, chosen
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Imports a file by its path, so that what it imports beside it is found: here, and by Python workers too."""
+    path = path.resolve()
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    # Workers that Spark starts on this machine inherit it.
+    inherited = os.environ.get("PYTHONPATH")
+    if folder not in (inherited or "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = folder + (os.pathsep + inherited if inherited else "")
+    # A flow called like an installed package must not hide it: json.py would take the standard library's place.
+    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names or not path.stem.isidentifier()
+    name = f"penstock_flow_{path.stem}" if taken else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise _import_failure(path, error) from error
+    _pickle_by_value(module)
+    return module
+
+
+def _pickle_by_value(module: ModuleType) -> None:
+    """Functions of the flow's file travel with the job: other machines lack the file, and none should run it again."""
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)
+
+
+def _import_failure(path: Path, error: BaseException) -> PenstockError:
+    if isinstance(error, SyntaxError):
+        place = f"{_shown(error.filename or str(path))}:{error.lineno}"
+        line = (error.text or "").rstrip("\n")
+        pointer = " " * max(0, (error.offset or 1) - 1) + "^"
+        return FlowError(
+            f"{place}: {error.msg}\n    {line}\n    {pointer}", remedy="Correct this line.", path=str(path)
+        )
+    frames = _users_frames(error)
+    if isinstance(error, PenstockError):
+        where = f"{_shown(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
+        return type(error)(where + error.message, remedy=error.remedy, **error.evidence)
+    text = "".join(traceback.format_list(frames)).rstrip()
+    name = "sys.exit" if isinstance(error, SystemExit) else type(error).__name__
+    return FlowError(
+        f"{_shown(str(path))}: {name} while the file was imported: {error}\n{text}",
+        remedy="The command imports the file to find the flow; correct the line above.",
+        path=str(path),
+    )
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of the user's own files: those of Penstock, installed packages and Python itself only hide them."""
+    ours = str(Path(__file__).resolve().parent) + os.sep
+    library = str(Path(os.__file__).resolve().parent) + os.sep
+
+    def foreign(name: str) -> bool:
+        resolved = name if name.startswith("<") else str(Path(name).resolve())
+        installed = f"{os.sep}site-packages{os.sep}" in resolved
+        return resolved.startswith(("<", ours, library)) or installed
+
+    return [
+        traceback.FrameSummary(_shown(frame.filename), frame.lineno, frame.name, line=frame.line)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not foreign(frame.filename)
+    ]
+
+
+def _shown(name: str) -> str:
+    """A path as short as it can be said from here."""
+    with contextlib.suppress(ValueError):
+        return str(Path(name).resolve().relative_to(Path.cwd()))
+    return name
+
+
+# --- demo, bench, doctor ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    master: str | None = typer.Option(None, help="Where Spark runs (default: the demonstration's own choice)."),
+    seconds: float | None = typer.Option(None, help="How long it runs."),
+    plot: Path | None = typer.Option(None, metavar="FILE", help="Draw the run into this .png or .svg at the end."),
+    plain: bool = typer.Option(False, "--plain", help="Status as plain lines, even in a terminal."),
+    as_json: bool = typer.Option(False, "--json", help="Status as one line of JSON a second."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Watch a stateful flow grow, shrink and survive a failure."""
+    with _manners(verbose):
+        from penstock.demo import run_demo
+        from penstock.observe.live import view_for
+
+        run_demo(master=master, seconds=seconds, plot=plot, view=view_for(Console(), plain=plain, as_json=as_json))
+
+
+@app.command()
+def bench(
+    name: str | None = typer.Argument(None, metavar="NAME", help="Which benchmark; --list shows them."),
+    as_json: bool = typer.Option(False, "--json", help="Print exactly one JSON object and nothing else."),
+    quick: bool = typer.Option(False, "--quick", help="A small size, to see that it works."),
+    out: Path | None = typer.Option(None, metavar="FILE", help="Also write the JSON object, or a .png or .svg, here."),
+    list_them: bool = typer.Option(False, "--list", help="List the benchmarks."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Run a benchmark against its peers on this machine."""
+    with _manners(verbose):
+        root = find_benchmarks()
+        known = list_benchmarks(root)
+        if list_them:
+            _print_benchmarks(known, as_json)
+            return
+        if name is None:
+            raise ConfigError("bench needs the name of a benchmark.", remedy="Benchmarks: " + ", ".join(known) + ".")
+        if name not in known:
+            raise ConfigError(f'There is no benchmark "{name}".', remedy="Benchmarks: " + ", ".join(known) + ".")
+        with _standard_output(as_json) as write:
+            if str(root) not in sys.path:
+                sys.path.insert(0, str(root))
+            result = importlib.import_module(f"benchmarks.{name}").run(quick=quick, out=out)
+            if write is not None:
+                write(json.dumps(result))
+        if not as_json:
+            _print_result(result)
+
+
+def find_benchmarks() -> Path:
+    """The root of the source tree: the current directory, or the one this package was installed from."""
+    for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
+        if any((root / "benchmarks").glob("*.py")):
+            return root
+    raise ConfigError(
+        "The benchmarks are part of Penstock's source tree, and this is no checkout of it.",
+        remedy="Clone the repository, run make setup there, and then .venv/bin/penstock bench.",
+    )
+
+
+def list_benchmarks(root: Path) -> dict[str, str]:
+    """Name and summary of every module with a ``run``. They are read and not imported: a peer may be missing here."""
+    found = {}
+    for path in sorted((root / "benchmarks").glob("*.py")):
+        if path.stem.startswith("_"):
+            continue
+        try:
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+        except SyntaxError:
+            continue
+        if not any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in body):
+            continue
+        found[path.stem] = _summary(body)
+    return found
+
+
+def _summary(body: Sequence[ast.stmt]) -> str:
+    for node in body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == "SUMMARY" for target in targets):
+            with contextlib.suppress(ValueError):
+                return str(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+    return ""
+
+
+def _print_benchmarks(known: Mapping[str, str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(known))
+        return
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, summary in known.items():
+        table.add_row(f"[bold]{escape(name)}[/bold]", escape(summary))
+    Console().print(table)
+
+
+def _print_result(result: Mapping[str, Any]) -> None:
+    from rich.table import Table
+
+    console = Console()
+    machine = result.get("machine", {})
+    said = (
+        ", ".join(f"{key} {value}" for key, value in machine.items()) if isinstance(machine, Mapping) else str(machine)
+    )
+    console.print(f"[bold]{escape(str(result.get('bench', '')))}[/bold]  [bright_black]{escape(said)}[/bright_black]")
+    rows = [dict(row) for row in result.get("rows", ())]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    if rows:
+        table = Table(header_style="bright_black", box=None)
+        for column in columns:
+            numeric = any(isinstance(row.get(column), int | float) for row in rows)
+            table.add_column(column.replace("_", " "), justify="right" if numeric else "left")
+        for row in rows:
+            ours = any("penstock" in str(value).lower() for value in row.values())
+            table.add_row(*(_cell(row.get(column)) for column in columns), style="bold" if ours else "")
+        console.print(table)
+    ratios = result.get("ratios", {})
+    if ratios:
+        table = Table(header_style="bright_black", box=None)
+        table.add_column("ratio")
+        table.add_column("", justify="right")
+        pairs = (
+            ratios.items()
+            if isinstance(ratios, Mapping)
+            else [(entry.get("name"), entry.get("ratio")) for entry in ratios]
+        )
+        for key, value in pairs:
+            table.add_row(escape(str(key)), f"[bold]{_cell(value)}[/bold]")
+        console.print(table)
+
+
+def _cell(value: Any) -> str:
+    from penstock.observe.live import short
+
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int | float):
+        return f"{value:.2f}" if isinstance(value, float) and abs(value) < 10 else short(value)
+    return escape(str(value))
+
+
+@app.command()
+def doctor(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    master: str = typer.Option("local[*]", help="The master that flows will run on."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Check whether this machine is ready, and say what to do where it is not."""
+    with _manners(verbose):
+        from penstock.doctor import report, run_checks
+
+        with _standard_output(as_json) as write:
+            checks = run_checks(master)
+            result = report(checks)
+            if write is not None:
+                write(json.dumps(result))
+        if not as_json:
+            _print_checks(checks)
+        if not result["ok"]:
+            raise typer.Exit(EXIT_FAILED)
+
+
+def _print_checks(checks: Sequence[Any]) -> None:
+    from rich.table import Table
+
+    signs = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[bold red]FAIL[/bold red]"}
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for check in checks:
+        found = escape(check.found)
+        if check.remedy:
+            found += f"\n[cyan]-> {escape(check.remedy)}[/cyan]"
+        table.add_row(signs[check.outcome], escape(check.name), found)
+    console = Console()
+    console.print(table)
+    failed = sum(check.outcome == "fail" for check in checks)
+    verdict = f"[bold red]Not ready: {failed} to correct.[/bold red]" if failed else "[bold green]Ready.[/bold green]"
+    console.print(verdict)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
+    if version:
+        try:
+            print("penstock", importlib.metadata.version("penstock"))
+        except importlib.metadata.PackageNotFoundError:
+            print("penstock (not installed)")
+        raise typer.Exit
+
+
+# --- manners ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _manners(verbose: bool) -> Iterator[None]:
+    """Every command's errors: one paragraph and a remedy on standard error, and the right exit code."""
+    try:
+        yield
+    except PenstockError as error:
+        if verbose:
+            traceback.print_exc()
+        print_error(error)
+        raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("\nStopped.", highlight=False)
+        _leave_at_once(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has gone: that is no error, but Python would complain when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit(EXIT_FAILED) from None
+    except ImportError as error:
+        if verbose:
+            traceback.print_exc()
+        missing = MachineError(
+            f"A module is missing: {error}.", remedy="Run make setup, or pip install -r requirements.txt."
+        )
+        print_error(missing)
+        raise typer.Exit(EXIT_FAILED) from None
+    except Exception as error:
+        if isinstance(error, typer.Exit):
+            raise
+        if verbose:
+            traceback.print_exc()
+        kind = type(error).__name__
+        print_error(
+            PenstockError(
+                f"{kind}: {error}", remedy="This should not happen: run again with -v and report what it shows."
+            )
+        )
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def print_error(error: PenstockError) -> None:
+    console = Console(stderr=True)
+    console.print(f"[bold red]error:[/bold red] [red]{escape(error.message)}[/red]", highlight=False, soft_wrap=True)
+    if error.remedy:
+        console.print(f"[cyan]-> {escape(error.remedy)}[/cyan]", highlight=False, soft_wrap=True)
+
+
+def _leave_at_once(code: int) -> None:
+    """Ends the process now. Threads that wait for Spark would otherwise hold it; its JVM ends with our pipe to it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _standard_output(as_json: bool) -> Iterator[Callable[[str], None] | None]:
+    """With ``as_json``, gives a function that writes a line to standard output, and sends all else to standard error.
+
+    Java and Python workers write to file descriptor 1 past Python's ``sys.stdout``, so the descriptor itself is turned.
+    """
+    if not as_json:
+        yield None
+        return
+    stdout = sys.stdout
+    stdout.flush()
+    try:
+        turned = stdout.fileno() == 1
+    except (OSError, ValueError):
+        turned = False
+    saved = os.dup(1) if turned else -1
+    output = open(saved, "w", encoding="utf-8", closefd=False) if turned else stdout  # noqa: SIM115
+
+    def write(line: str) -> None:
+        output.write(line + "\n")
+        output.flush()
+
+    if turned:
+        os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield write
+    finally:
+        if turned:
+            os.dup2(saved, 1)
+            output.close()
+            os.close(saved)
+
+
+if __name__ == "__main__":
+    main()

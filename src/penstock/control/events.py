@@ -1,0 +1,279 @@
+"""Everything that can happen to a job (events), and everything the controller can order (commands).
+
+The controller is ``step(event) -> [command]``: no clock, no threads, no I/O. Events carry ``now``, in seconds of a monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from penstock.ids import Attempt, Epoch, StageId
+from penstock.state.checkpoint import CompactionTask, DeltaFile, Manifest
+
+
+class TaskError(msgspec.Struct):
+    """What went wrong in a task, so that the driver can raise it again as the same error."""
+
+    kind: str
+    message: str
+    remedy: str = ""
+    evidence: dict[str, Any] = {}
+
+
+class TaskReport(msgspec.Struct):
+    """The control record of one task of one (stage, epoch)."""
+
+    stage: str
+    epoch: int
+    attempt: int
+    index: int
+    """Container of a keyed stage, split of a source."""
+    rows_in: int = 0
+    rows_out: int = 0
+    by_operator: dict[str, tuple[int, int, float]] = {}
+    """operator -> (rows in, rows out, busy ms)"""
+    busy_ms: float = 0.0
+    load_ms: float = 0.0
+    state_rows: int = 0
+    state_bytes: int = 0
+    late: int = 0
+    dead: int = 0
+    time_max: dict[str, int] = {}
+    """downstream stage -> greatest event time sent to it (us)"""
+    deltas: list[dict[str, Any]] = []
+    """Checkpoint files whose writing has finished since the last report."""
+    parts: dict[str, Any] = {}
+    """sink -> reference of the part written"""
+    tables: dict[str, bytes] = {}
+    """sink -> rows for a sink that lives on the driver (Arrow IPC)"""
+    bytes_out: dict[str, list[int]] = {}
+    """downstream stage -> bytes for each container"""
+    pid: int = 0
+    node: str = ""
+    missing: bool = False
+    """It did not have its slices at the version it needed, and no checkpoint had them."""
+    error: TaskError | None = None
+
+
+# -- events --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Event:
+    now: float
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    """The engine is up. ``restored`` is the last whole checkpoint, ``logged`` the epochs in the log after it."""
+
+    restored: Manifest | None = None
+    logged: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tick(Event):
+    """Time passes."""
+
+
+@dataclass(frozen=True)
+class EpochPlanned(Event):
+    epoch: Epoch
+    ranges: dict[str, dict[str, Any]]
+    """source -> start, end, rows, facts"""
+    exhausted: tuple[str, ...] = ()
+    clock_ms: int = 0
+
+
+@dataclass(frozen=True)
+class NothingNew(Event):
+    epoch: Epoch
+    exhausted: bool = False
+    """No source can ever give another row."""
+
+
+@dataclass(frozen=True)
+class EpochLogged(Event):
+    epoch: Epoch
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class StageDone(Event):
+    epoch: Epoch
+    stage: StageId
+    attempt: Attempt
+    reports: tuple[TaskReport, ...]
+    elapsed_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageFailed(Event):
+    """The engine could not run a stage (an executor died, Spark gave up). Recovery decides."""
+
+    epoch: Epoch
+    stage: StageId
+    attempt: Attempt
+    reason: str
+
+
+@dataclass(frozen=True)
+class EpochPublished(Event):
+    epoch: Epoch
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Flushed(Event):
+    """Every container has written what it had to: the deltas of a checkpoint."""
+
+    epoch: Epoch
+    attempt: Attempt
+    reports: tuple[TaskReport, ...]
+
+
+@dataclass(frozen=True)
+class ManifestWritten(Event):
+    epoch: Epoch
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Compacted(Event):
+    """Checkpoint files merged: ``output`` may take the place of the task's inputs in the next manifest."""
+
+    stage: StageId
+    task: CompactionTask
+    output: DeltaFile | None
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class RescaleRequested(Event):
+    stage: StageId
+    instances: int
+
+
+@dataclass(frozen=True)
+class StopRequested(Event):
+    pass
+
+
+@dataclass(frozen=True)
+class Fatal(Event):
+    """Something went wrong that running again would not mend (user code, a full disk, a sink refusing)."""
+
+    error: TaskError
+
+
+# -- commands ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    cause: str = field(kw_only=True, default="")
+    """The event that led to it, for the journal."""
+
+
+@dataclass(frozen=True)
+class PlanEpoch(Command):
+    epoch: Epoch
+    offsets: dict[str, dict[str, Any] | None]
+    rows_max: int
+    even_if_empty: bool = False
+
+
+@dataclass(frozen=True)
+class LogEpoch(Command):
+    epoch: Epoch
+    attempt: Attempt
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunStage(Command):
+    """Run one stage of one epoch. Everything a task needs to be repeatable is in here."""
+
+    epoch: Epoch
+    stage: StageId
+    attempt: Attempt
+    checkpoint: Epoch
+    """State not in memory comes from this checkpoint, if it is the one right before this epoch."""
+    routing: int
+    seal: bool
+    """This epoch is to be checkpointed."""
+    range: dict[str, Any] | None
+    watermark_before: int
+    watermark: int
+    arrivals: dict[str, list[int]]
+    """upstream source stage -> watermark before each of its splits"""
+    clock_ms: int
+
+
+@dataclass(frozen=True)
+class PublishEpoch(Command):
+    epoch: Epoch
+    attempt: Attempt
+    parts: dict[str, list[Any]]
+    tables: dict[str, list[bytes]]
+
+
+@dataclass(frozen=True)
+class Flush(Command):
+    """Have every container seal at ``epoch`` (unless it has) and finish writing its deltas."""
+
+    epoch: Epoch
+    attempt: Attempt
+    checkpoint: Epoch
+    routing: int
+
+
+@dataclass(frozen=True)
+class WriteManifest(Command):
+    epoch: Epoch
+    attempt: Attempt
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Compact(Command):
+    stage: StageId
+    task: CompactionTask
+
+
+@dataclass(frozen=True)
+class ReleaseEpoch(Command):
+    """Nobody needs this epoch's shuffle files any more."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class CollectGarbage(Command):
+    """``epoch`` is covered by a whole checkpoint."""
+
+    epoch: Epoch
+    ends: dict[str, dict[str, Any]]
+    """source -> offset that will never be read again"""
+
+
+@dataclass(frozen=True)
+class CancelAll(Command):
+    """Stop whatever of older attempts still runs."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Finish(Command):
+    """The job is over: stopped or complete."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fail(Command):
+    error: TaskError

@@ -1,0 +1,50 @@
+"""What an engine must do. Three stand behind this: Spark (the product), local (the oracle), and later the simulator.
+
+An engine turns commands into work and answers each with exactly one event through ``post``, also when the work fails or is
+cancelled: the controller waits for all of a failed attempt to be gone before it starts the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from penstock.control.events import Compact, Event, Flush, RunStage
+from penstock.control.routing import RoutingTable
+
+Post = Callable[[Event], None]
+
+
+class Engine(Protocol):
+    name: str
+
+    def start(self, post: Post) -> None:
+        """Bring up whatever is needed. Raise MachineError or EngineError with a remedy if that is impossible."""
+
+    @property
+    def cores(self) -> int:
+        """Default parallelism of a stage."""
+
+    @property
+    def spark(self) -> Any:
+        """The SparkSession, for connectors; None elsewhere."""
+
+    def run_stage(self, command: RunStage, routing: RoutingTable, splits: list[dict[str, Any]]) -> None:
+        """Answered by StageDone or StageFailed."""
+
+    def flush(self, command: Flush, routing: RoutingTable) -> None:
+        """Answered by Flushed or StageFailed(stage="flush")."""
+
+    def compact(self, command: Compact, run: Callable[[], Event]) -> None:
+        """Run ``run`` in the background and post its event."""
+
+    def cancel(self) -> None:
+        """Stop what is running as soon as may be; each still answers."""
+
+    def release(self, epoch: int) -> None:
+        """Shuffle files of this epoch may go."""
+
+    def counters(self) -> Mapping[str, float]:
+        """Extra figures for the status."""
+
+    def stop(self) -> None: ...

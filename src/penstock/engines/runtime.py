@@ -1,0 +1,614 @@
+"""The runtime: carries out the controller's commands and tells it what happened. One thread, one queue of events.
+
+All I/O of the driver is here: the epoch log, manifests, sources' plans, sinks' commits. Planning and publishing have a thread each, so that a slow
+source or sink does not hold up the rest; both work strictly in order.
+
+The checkpoint directory::
+
+    LOCK                         held by the running job
+    job.json                     the job's id, the flow's name
+    log/000000000012.json        what epoch 12 reads, written before it runs
+    manifests/000000000010.json  checkpoint at epoch 10: offsets, routing, clocks, the files of every stage
+    state/<stage>/...            deltas and bases
+    dead-letters/...             records set aside, unless the flow has a sink for them
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import polars as pl
+import xxhash
+
+from penstock import errors
+from penstock.config import Config
+from penstock.connectors.base import SinkContext, SourceContext, SourceRange
+from penstock.connectors.sinks import encode as encode_rows
+from penstock.control.controller import Controller, Settings
+from penstock.control.events import (
+    CancelAll,
+    CollectGarbage,
+    Command,
+    Compact,
+    Compacted,
+    EpochLogged,
+    EpochPlanned,
+    EpochPublished,
+    Event,
+    Fail,
+    Fatal,
+    Finish,
+    Flush,
+    Flushed,
+    LogEpoch,
+    ManifestWritten,
+    NothingNew,
+    PlanEpoch,
+    PublishEpoch,
+    ReleaseEpoch,
+    RunStage,
+    StageDone,
+    Started,
+    TaskError,
+    Tick,
+    WriteManifest,
+)
+from penstock.control.pacing import Pacer
+from penstock.control.routing import RoutingTable
+from penstock.control.topology import StageInfo, Topology
+from penstock.engines.protocol import Engine
+from penstock.engines.task import DEAD_LETTERS, MANIFEST_NAME, bytes_frame, task_error
+from penstock.errors import CorruptData, IncompatibleFlow, PenstockError, SinkError, SourceError
+from penstock.ids import StageId
+from penstock.observe.metrics import Metrics
+from penstock.observe.status import JobStatus
+from penstock.plan import Plan
+from penstock.state.checkpoint import CompactionTask, DeltaFile, Manifest, check_file, garbage, merge_frames
+from penstock.state.codec import checksum, decode, encode, select_slices
+from penstock.state.store import Store
+
+LOG_NAME = "log/{:012d}.json"
+TICK_S = 0.02
+
+
+def topology_of(plan: Plan) -> Topology:
+    return Topology(
+        tuple(
+            StageInfo(
+                s.id,
+                s.source is not None,
+                s.stateful,
+                s.keyed is not None and s.keyed.timed,
+                s.keyed.lateness_us if s.keyed else 0,
+                s.keyed.hold_us if s.keyed else 0,
+                tuple(e.upstream for e in s.ins),
+            )
+            for s in plan.stages
+        )
+    )
+
+
+class Runtime:
+    def __init__(
+        self,
+        plan: Plan,
+        config: Config,
+        store: Store,
+        make_engine: Callable[[str], Engine],
+        *,
+        checkpoint_url: str | None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+        trip: Callable[[str], None] = lambda step: None,
+    ) -> None:
+        """``trip`` is called with the name of each step of a commit: crash tests die there on purpose."""
+        self.plan = plan
+        self.config = config
+        self.store = store
+        self.make_engine = make_engine
+        self.checkpoint_url = checkpoint_url
+        self.clock = clock
+        self.wall_ms = wall_ms
+        self.trip = trip
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.ended = threading.Event()
+        self.error: PenstockError | None = None
+        self.reason = ""
+        self.planner = ThreadPoolExecutor(1, thread_name_prefix="penstock-plan")
+        self.publisher = ThreadPoolExecutor(1, thread_name_prefix="penstock-publish")
+        self.engine: Engine | None = None
+        self.controller: Controller | None = None
+        self.metrics: Metrics | None = None
+        self.ranges: dict[tuple[int, str], dict[str, Any]] = {}
+        self.routings: dict[int, RoutingTable] = {}
+        self.notices: list[str] = []
+        self.job_id = ""
+        self.merged: set[str] = set()
+        """Files of merges under way, which no manifest names yet."""
+        self.on_published: list[Callable[[int], None]] = []
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Start, work until the end, clean up. Never raises: the outcome is in ``error`` and ``reason``."""
+        try:
+            self._start()
+            self._loop()
+        except PenstockError as error:
+            self.error = error
+        except BaseException as error:
+            trace = traceback.format_exc()
+            self.error = errors.EngineError(
+                f"an error that Penstock did not expect: {type(error).__name__}: {error}.",
+                remedy="Please report it, with the trace that -v shows. The checkpoint is whole.",
+                trace=trace,
+            )
+        finally:
+            self._close()
+            self.ended.set()
+
+    def post(self, event: Event) -> None:
+        self.events.put(event)
+
+    def _loop(self) -> None:
+        assert self.controller is not None
+        while not self.reason and self.error is None:
+            try:
+                event = self.events.get(timeout=TICK_S)
+            except queue.Empty:
+                event = Tick(self.clock())
+            self._observe(event)
+            for command in self.controller.step(event):
+                self._execute(command)
+
+    def _close(self) -> None:
+        self.planner.shutdown(wait=True, cancel_futures=True)
+        self.publisher.shutdown(wait=True, cancel_futures=True)
+        for close in (
+            *(s.close for s in self.plan.sources.values()),
+            *(n.sink.close for n in self.plan.sinks.values() if n.sink is not None),
+            *((self.engine.stop,) if self.engine is not None else ()),
+        ):
+            try:
+                close()
+            except Exception as error:  # the job is over: say it, do not hide the real outcome
+                self.notices.append(f"while closing: {type(error).__name__}: {error}")
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        job_id = self._job_id()
+        manifest = self._latest_manifest()
+        if manifest is not None:
+            self._check_flow(manifest)
+        self.engine = self.make_engine(job_id)
+        self.metrics = Metrics(
+            self.config.name or self.plan.graph.name,
+            self.plan.graph.name,
+            self.engine.name,
+            {s.id: ("source" if s.source else "keyed", s.operators) for s in self.plan.stages},
+        )
+        self.engine.start(self.post)
+        self.metrics.began = self.clock()
+        self.job_id = job_id
+        logged = self._read_log(manifest.epoch if manifest else 0)
+        topology = topology_of(self.plan)
+        instances = self.config.instances or self.engine.cores
+        routing = RoutingTable.initial(self.config.slices, topology.keyed(), instances)
+        restored = None
+        if manifest is not None:
+            restored = self._fit(manifest, routing)
+            self.metrics.counted_through = manifest.epoch
+        c = self.config
+        self.controller = Controller(
+            topology,
+            routing,
+            Pacer.start(c.epoch_rows, c.epoch_rows_min, c.epoch_rows_max, c.target_latency_ms),
+            Settings(
+                c.epochs_in_flight,
+                c.checkpoint_interval_s,
+                c.idle_epoch_s,
+                c.poll_ms / 1000,
+                c.deltas_max,
+                c.epochs_max,
+            ),
+            Manifest(job_id, self.plan.graph.name, self.plan.fingerprint(), 0),
+        )
+        facts: dict[str, list[Any]] = {s: list(v["facts"]) for s, v in (restored.sources if restored else {}).items()}
+        for record in logged:
+            for source, r in record["ranges"].items():
+                facts.setdefault(source, []).extend(r["facts"])
+        for id, source in self.plan.sources.items():
+            source.open(SourceContext(id, self.checkpoint_url, self.engine.spark))
+            source.remember(facts.get(id, []))
+        resumed = manifest is not None or bool(logged)
+        for id, node in self.plan.sinks.items():
+            assert node.sink is not None
+            node.sink.open(SinkContext(id, job_id, node.schema, resumed, self.engine.spark))
+        if self.plan.graph.dead_letters is not None:
+            schema = pl.Schema({c: pl.String() for c in ("source", "offset", "reason", "raw")})
+            self.plan.graph.dead_letters.open(SinkContext(DEAD_LETTERS, job_id, schema, resumed, self.engine.spark))
+        self.post(Started(self.clock(), restored, tuple(logged)))
+
+    def _job_id(self) -> str:
+        try:
+            known = json.loads(self.store.get("job.json"))
+        except FileNotFoundError:
+            known = {"job": uuid.uuid4().hex[:12], "flow": self.plan.graph.name, "format": 1}
+            self.store.put("job.json", json.dumps(known).encode())
+        except ValueError:
+            raise CorruptData(
+                "job.json in the checkpoint directory is damaged.",
+                remedy="Restore it from a copy, or start with an empty checkpoint directory.",
+                path="job.json",
+            ) from None
+        if known["flow"] != self.plan.graph.name:
+            raise IncompatibleFlow(
+                f"the checkpoint belongs to flow '{known['flow']}', not to '{self.plan.graph.name}'.",
+                remedy="Use another checkpoint directory, or give the flow its old name.",
+            )
+        return str(known["job"])
+
+    def _latest_manifest(self) -> Manifest | None:
+        """The newest checkpoint that is whole: every file there, every checksum right."""
+        names = sorted(self.store.list("manifests/"), reverse=True)
+        problems: list[str] = []
+        for name in names:
+            try:
+                manifest = Manifest.from_bytes(self.store.get(name), name)
+                for files in manifest.files.values():
+                    for file in files:
+                        check_file(file, self.store.get(file.name), file.name)
+            except FileNotFoundError as error:
+                problems.append(f"{name}: {error.filename or error} is missing")
+                continue
+            except CorruptData as error:
+                problems.append(f"{name}: {error.message}")
+                continue
+            if problems:
+                self.notices.append(
+                    f"{'; '.join(problems)} Went back to the whole checkpoint at epoch {manifest.epoch}; "
+                    "the epochs after it run again from the log."
+                )
+                for bad in names[: len(problems)]:
+                    self.store.delete(bad)
+            return manifest
+        if problems:
+            raise CorruptData(
+                f"no whole checkpoint is left: {'; '.join(problems)}",
+                remedy="Restore the directory from a copy, or start anew with another checkpoint and output directory.",
+                path=names[0],
+            )
+        return None
+
+    def _check_flow(self, manifest: Manifest) -> None:
+        """Refuse a flow whose state cannot follow, saying what changed."""
+        now = self.plan.fingerprint()
+        changes = []
+        for stage, was in manifest.fingerprint.items():
+            if stage not in now:
+                changes.append(f"operator '{stage}' is gone, and its state with it")
+                continue
+            for part in sorted(set(was) | set(now[stage])):
+                a, b = was.get(part), now[stage].get(part)
+                if json.loads(json.dumps(a)) != json.loads(json.dumps(b)):
+                    changes.append(f"operator '{stage}': {part} was {a}, is {b}")
+        changes += [f"source '{s}' is gone" for s in manifest.sources if s not in self.plan.sources]
+        if changes:
+            raise IncompatibleFlow(
+                f"the flow changed in a way its state cannot follow: {'; '.join(changes)}.",
+                remedy="Undo the change, give the changed operator a new id together with a new checkpoint directory, "
+                "or start anew with another checkpoint directory.",
+                changes=changes,
+            )
+
+    def _fit(self, manifest: Manifest, fresh: RoutingTable) -> Manifest:
+        """The checkpoint, with a routing that fits the flow and the settings of today."""
+        routing = RoutingTable.from_json(manifest.routing)
+        if routing.slices != self.config.slices:
+            self.notices.append(
+                f"the state has {routing.slices} slices, set at its first run; slices={self.config.slices} is ignored."
+            )
+        stages = {s.id for s in self.plan.stages}
+        fresh = RoutingTable.initial(
+            routing.slices, {s: k for s, k in topology_of(self.plan).keyed().items()}, max(fresh.instances.values())
+        )
+        routing = RoutingTable(
+            routing.version,
+            routing.slices,
+            {s: routing.owners.get(s, fresh.owners[s]) for s in fresh.owners},
+            {s: routing.instances.get(s, fresh.instances[s]) for s in fresh.instances},
+        )
+        if self.config.instances is not None:
+            for stage in stages:
+                wanted = min(self.config.instances, routing.slices) if stage in routing.owners else self.config.instances
+                if routing.instances[stage] != wanted:
+                    routing = routing.rescale(stage, wanted)
+        return replace(manifest, routing=routing.to_json(), fingerprint=self.plan.fingerprint())
+
+    def _read_log(self, after: int) -> list[dict[str, Any]]:
+        records = []
+        for name in sorted(self.store.list("log/")):
+            if int(name.split("/")[-1].split(".")[0]) <= after:
+                continue
+            data = self.store.get(name)
+            checksum, _, body = data.partition(b"\n")
+            if xxhash.xxh3_64_hexdigest(body).encode() != checksum:
+                raise CorruptData(
+                    f"the epoch log {name} does not match its checksum.",
+                    remedy="Restore it from a copy. Without it, the epochs after the checkpoint cannot be repeated exactly.",
+                    path=name,
+                )
+            records.append(json.loads(body))
+        return records
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def _execute(self, command: Command) -> None:
+        assert self.engine is not None and self.controller is not None
+        match command:
+            case PlanEpoch():
+                self._submit(self.planner, self._plan_epoch, command)
+            case LogEpoch():
+                for source, r in command.record["ranges"].items():
+                    self.ranges[command.epoch, source] = r
+                self._submit(self.planner, self._log_epoch, command)
+            case RunStage():
+                self._run_stage(command)
+            case PublishEpoch():
+                self._submit(self.publisher, self._publish, command)
+            case Flush():
+                self.engine.flush(command, self._routing(command.routing))
+            case WriteManifest():
+                self._submit(self.publisher, self._write_manifest, command)
+            case Compact():
+                self.engine.compact(command, lambda: self._compact(command))
+            case ReleaseEpoch():
+                self.engine.release(command.epoch)
+                self.ranges = {k: v for k, v in self.ranges.items() if k[0] >= command.epoch - 64}
+            case CollectGarbage():
+                self._submit(self.publisher, self._collect_garbage, command)
+            case CancelAll():
+                self.engine.cancel()
+            case Finish():
+                self.reason = command.reason
+            case Fail():
+                self.error = raised(command.error)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[Any], None], command: Any) -> None:
+        def guarded() -> None:
+            try:
+                work(command)
+            except PenstockError as error:
+                self.post(Fatal(self.clock(), task_error(error)))
+            except Exception as error:
+                what = type(command).__name__
+                self.post(
+                    Fatal(
+                        self.clock(),
+                        TaskError(
+                            "EngineError",
+                            f"{what} failed: {type(error).__name__}: {error}.",
+                            "The checkpoint is whole: start again once the cause is gone.",
+                            {"trace": traceback.format_exc()},
+                        ),
+                    )
+                )
+
+        pool.submit(guarded)
+
+    def _routing(self, version: int) -> RoutingTable:
+        assert self.controller is not None
+        self.routings[self.controller.routing.version] = self.controller.routing
+        return self.routings[version]
+
+    def _run_stage(self, command: RunStage) -> None:
+        assert self.engine is not None and self.controller is not None
+        routing = self._routing(command.routing)
+        stage = self.plan.by_id[command.stage]
+        splits: list[dict[str, Any]] = []
+        if stage.source is not None and command.range is not None:
+            r = command.range
+            try:
+                splits = stage.source.splits(r["start"], r["end"], routing.instances[stage.id])
+            except PenstockError as error:
+                self.post(Fatal(self.clock(), task_error(error)))
+                return
+        self.engine.run_stage(command, routing, splits)
+
+    def _plan_epoch(self, command: PlanEpoch) -> None:
+        ranges: dict[str, dict[str, Any]] = {}
+        exhausted = []
+        sources = self.plan.sources
+        share = max(1, command.rows_max // len(sources))
+        for id, source in sources.items():
+            start = command.offsets.get(id) or source.initial_offset()
+            try:
+                found: SourceRange | None = source.plan(start, share)
+            except PenstockError:
+                raise
+            except Exception as error:
+                raise SourceError(
+                    f"source '{id}' could not say what comes next: {type(error).__name__}: {error}.",
+                    remedy="Check that it can be reached; start again with the same checkpoint.",
+                    source=id,
+                ) from error
+            if found is not None:
+                ranges[id] = {
+                    "start": found.start,
+                    "end": found.end,
+                    "rows": found.rows_estimate,
+                    "facts": list(found.facts),
+                }
+            if source.exhausted(found.end if found is not None else start):
+                exhausted.append(id)
+        now = self.clock()
+        if not ranges and not command.even_if_empty:
+            self.post(NothingNew(now, command.epoch, len(exhausted) == len(sources)))
+            return
+        assert self.metrics is not None
+        self.metrics.planned(command.epoch, now)
+        self.post(EpochPlanned(now, command.epoch, ranges, tuple(exhausted), self.wall_ms()))
+
+    def _log_epoch(self, command: LogEpoch) -> None:
+        self.trip("before-log")
+        body = json.dumps(command.record).encode()
+        checksum = xxhash.xxh3_64_hexdigest(body).encode()
+        self.store.put(LOG_NAME.format(command.epoch), checksum + b"\n" + body)
+        self.trip("after-log")
+        self.post(EpochLogged(self.clock(), command.epoch, command.attempt))
+
+    def _publish(self, command: PublishEpoch) -> None:
+        self.trip("before-publish")
+        for id, node in self.plan.sinks.items():
+            sink = node.sink
+            assert sink is not None
+            try:
+                if sink.collects:
+                    frames = [bytes_frame(b) for b in command.tables.get(id, [])]
+                    if frames:
+                        sink.write(command.epoch, pl.concat(frames))
+                elif command.parts.get(id):
+                    sink.commit(command.epoch, command.attempt, command.parts[id])
+            except PenstockError:
+                raise
+            except Exception as error:
+                raise SinkError(
+                    f"sink '{id}' could not write epoch {command.epoch}: {type(error).__name__}: {error}.",
+                    remedy="Once it can be written again, start with the same checkpoint: the epoch is repeated exactly.",
+                    sink=id,
+                    epoch=command.epoch,
+                ) from error
+            self.trip("between-sinks")
+        self._publish_dead_letters(command)
+        self.trip("after-publish")
+        self.post(EpochPublished(self.clock(), command.epoch, command.attempt))
+        for callback in self.on_published:
+            callback(command.epoch)
+
+    def _publish_dead_letters(self, command: PublishEpoch) -> None:
+        sink = self.plan.graph.dead_letters
+        tables = command.tables.get(DEAD_LETTERS, [])
+        if sink is None:
+            if tables:
+                frame = pl.concat([bytes_frame(b) for b in tables])
+                self.store.put(f"dead-letters/{command.epoch:012d}.jsonl", encode_rows("jsonl", frame))
+        elif sink.collects:
+            if tables:
+                sink.write(command.epoch, pl.concat([bytes_frame(b) for b in tables]))
+        elif command.parts.get(DEAD_LETTERS):
+            sink.commit(command.epoch, command.attempt, command.parts[DEAD_LETTERS])
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _write_manifest(self, command: WriteManifest) -> None:
+        manifest = command.manifest
+        self.trip("before-manifest")
+        self.store.put(MANIFEST_NAME.format(command.epoch), manifest.to_bytes())
+        self.trip("after-manifest")
+        assert self.metrics is not None
+        self.metrics.checkpoints += 1
+        self.metrics.checkpoint_bytes = sum(f.bytes for fs in manifest.files.values() for f in fs)
+        self.post(ManifestWritten(self.clock(), command.epoch, command.attempt))
+
+    def _compact(self, command: Compact) -> Event:
+        """Merge checkpoint files: fewer to read at a restart. The live tables are not touched."""
+        task = command.task
+        stage = self.plan.by_id[command.stage]
+        assert stage.keyed is not None
+        layout = stage.keyed.table()
+        assert layout is not None
+        try:
+            frames = []
+            for file in task.inputs:
+                meta, frame = decode(self.store.get(file.name), file.name)
+                frames.append(select_slices(meta, frame, file.slices))
+            merged = merge_frames(frames, layout.key.names(), drop_deleted=task.drop_deleted)
+            out = self._merged_file(command.stage, task, merged)
+            self.trip("after-compact")
+        except (PenstockError, OSError) as error:
+            return Compacted(self.clock(), command.stage, task, None, str(error))
+        return Compacted(self.clock(), command.stage, task, out)
+
+    def _merged_file(self, stage: StageId, task: CompactionTask, frame: pl.DataFrame) -> DeltaFile:
+        assert self.controller is not None
+        first, last = task.epoch_from, task.epoch_to
+        meta = {"job": self.job_id, "stage": stage, "kind": task.kind, "epoch_from": first, "epoch_to": last}
+        data = encode(meta, frame, slices_total=self.controller.routing.slices)
+        name = f"state/{stage}/{last:012d}-{uuid.uuid4().hex[:8]}.{task.kind}"
+        self.merged.add(name)
+        self.store.put(name, data)
+        return DeltaFile(name, stage, task.kind, first, last, task.slices, frame.height, len(data), checksum(data))
+
+    def _collect_garbage(self, command: CollectGarbage) -> None:
+        """Forget what no recovery can need: the last few checkpoints stay, with the log after the oldest of them."""
+        for id, end in command.ends.items():
+            if id in self.plan.sources:
+                self.plan.sources[id].committed(end)
+        names = sorted(self.store.list("manifests/"))
+        keep, drop = names[-self.config.manifests_kept :], names[: -self.config.manifests_kept]
+        for name in drop:
+            self.store.delete(name)
+        kept = [Manifest.from_bytes(self.store.get(name), name) for name in keep]
+        oldest = min(m.epoch for m in kept)
+        for name in self.store.list("log/"):
+            if int(name.split("/")[-1].split(".")[0]) <= oldest:
+                self.store.delete(name)
+        assert self.controller is not None
+        current = self.controller.manifest.names()
+        self.merged -= current
+        for name in garbage(self.store.list("state/"), kept, in_flight=current | self.merged):
+            # A newer file that no manifest names yet may belong to the checkpoint under way.
+            if int(name.split("/")[-1].split("-")[0]) <= oldest:
+                self.store.delete(name)
+        self.trip("after-garbage")
+
+    # -- what is seen ----------------------------------------------------------------------------------------------
+
+    def _observe(self, event: Event) -> None:
+        assert self.metrics is not None and self.controller is not None
+        match event:
+            case StageDone() if event.attempt == self.controller.attempt:
+                self.metrics.stage_done(event.stage, event.epoch, event.reports, event.now)
+                for report in event.reports:
+                    nodes = {r.index: r.node for r in event.reports}
+                    for sizes in report.bytes_out.values():
+                        self.metrics.exchanged(event.stage, *self._crossing(report.node, sizes, nodes))
+            case EpochPublished():
+                run = self.controller.in_flight.get(event.epoch)
+                rows = sum(r.rows_in for s in self.plan.sources for r in run.done.get(StageId(s), ())) if run else 0
+                self.metrics.published(event.epoch, rows, event.now, self.controller.routing.instances)
+            case Flushed():
+                pass
+
+    def _crossing(self, node: str, sizes: list[int], nodes: dict[int, str]) -> tuple[int, int]:
+        """Bytes that stay on a node, and bytes that leave it (containers are dealt out to nodes round robin)."""
+        local = sum(b for c, b in enumerate(sizes) if nodes.get(c, node) == node)
+        return local, sum(sizes) - local
+
+    def status(self) -> JobStatus:
+        if self.controller is None or self.metrics is None:
+            phase = "failed" if self.error else "starting"
+            error = str(self.error) if self.error else None
+            return JobStatus(self.config.name or self.plan.graph.name, self.plan.graph.name, "", phase, error=error)
+        status = self.metrics.status(self.controller, self.clock())
+        if self.error is not None:
+            return replace(status, phase="failed", error=str(self.error))
+        return status
+
+
+def raised(error: TaskError) -> PenstockError:
+    """The same error that a task met, as an exception of the same class."""
+    kind = getattr(errors, error.kind, errors.EngineError)
+    return kind(error.message, remedy=error.remedy, **error.evidence)  # type: ignore[no-any-return]
+
+

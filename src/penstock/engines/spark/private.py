@@ -1,0 +1,195 @@
+"""Every touch of PySpark's private parts, in one place.
+
+Penstock runs Python on raw shuffle blocks, on executors of its choice, in worker processes of its choice. PySpark has all that inside, but
+not in its public interface. What is used:
+
+* ``PythonRDD``, ``PairwiseRDD``, ``PythonPartitioner``, ``SimplePythonFunction``: raw bytes through Python and the shuffle, without pickling;
+* ``SparkContext.submitMapStage``: runs a stage up to its shuffle files, without a result stage after it;
+* ``ParallelCollectionRDD`` with location preferences, zipped to a shuffle: tasks run on the executor we name;
+* ``PartitionPruningRDD``: one RDD for each slot, so that each may have environment variables, and so a Python worker, of its own;
+* the context cleaner: shuffle files go when their epoch is done, not when the JVM collects garbage.
+
+``self_check`` looks for each of them at start-up, so that another PySpark fails with a sentence and not in the middle of a job.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+SUPPORTED = "4.3"
+PARTITIONER_ID = 7_365_737_402
+"""Any constant: partitioners with one id and one size are equal, which is what lets shuffles be united partition by partition."""
+
+
+def self_check() -> list[str]:
+    """Problems with the installed PySpark, each a sentence; none if it fits."""
+    try:
+        import pyspark
+        from pyspark import accumulators, serializers
+        from pyspark.core import rdd
+    except ImportError as error:
+        return [f"PySpark cannot be imported: {error}."]
+    problems = []
+    if not pyspark.__version__.startswith(SUPPORTED + "."):
+        problems.append(f"PySpark {pyspark.__version__} is installed; Penstock needs {SUPPORTED}.")
+    for module, names in (
+        (rdd, ("_prepare_for_python_RDD", "PipelinedRDD")),
+        (serializers, ("NoOpSerializer",)),
+        (accumulators, ("_accumulatorRegistry", "AccumulatorParam")),
+    ):
+        problems += [f"{module.__name__} has no {n} any more." for n in names if not hasattr(module, n)]
+    return problems
+
+
+class Jvm:
+    """Handles to the JVM's classes, looked up once: py4j resolves a dotted name with one call for each dot."""
+
+    def __init__(self, sc: SparkContext) -> None:
+        self.sc = sc
+        jvm: Any = sc._jvm
+        self.jvm = jvm
+        self.jsc: Any = sc._jsc
+        self.scala: Any = sc._jsc.sc()
+        self.gateway: Any = sc._gateway
+        self.PythonRDD = jvm.PythonRDD
+        self.PairwiseRDD = jvm.PairwiseRDD
+        self.PythonPartitioner = jvm.org.apache.spark.api.python.PythonPartitioner
+        self.Function = jvm.SimplePythonFunction
+        self.Pruning = jvm.org.apache.spark.rdd.PartitionPruningRDD
+        self.Collection = jvm.org.apache.spark.rdd.ParallelCollectionRDD
+        self.JavaRDD = jvm.org.apache.spark.api.java.JavaRDD
+        self.JavaPairRDD = jvm.org.apache.spark.api.java.JavaPairRDD
+        self.PythonUtils = jvm.org.apache.spark.api.python.PythonUtils
+        self.ArrayList = jvm.java.util.ArrayList
+        self.HashMap = jvm.java.util.HashMap
+        self._partitioners: dict[int, Any] = {}
+        self._sets: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self.any_tag = self.jsc.emptyRDD().classTag()
+
+    # -- functions -------------------------------------------------------------------------------------------------
+
+    def function(self, call: Callable[[int, Iterable[bytes]], Iterable[bytes]], env: dict[str, str]) -> Any:
+        """A Python function on raw bytes, to run in workers that have exactly this environment."""
+        from pyspark.core.rdd import _prepare_for_python_RDD
+        from pyspark.serializers import NoOpSerializer
+
+        with self._lock:  # it collects broadcast variables in a set that all threads share
+            command = (call, None, NoOpSerializer(), NoOpSerializer())
+            pickled, broadcasts, environment, includes = _prepare_for_python_RDD(self.sc, command)
+        return self.Function(
+            bytearray(pickled),
+            {**environment, **env},
+            includes,
+            self.sc.pythonExec,
+            self.sc.pythonVer,
+            broadcasts,
+            self.sc._javaAccumulator,
+        )
+
+    # -- RDDs ------------------------------------------------------------------------------------------------------
+
+    def placed(self, elements: int, location: str | None) -> Any:
+        """One partition of so many empty elements, preferably computed at a location (``executor_<host>_<id>``)."""
+        data = self.ArrayList()
+        for _ in range(elements):
+            data.add(bytearray())
+        prefs = self.HashMap()
+        if location is not None:
+            prefs.put(0, self.PythonUtils.toSeq([location]))
+        scala_map = self.PythonUtils.toScalaMap(prefs)
+        return self.Collection(self.scala, self.PythonUtils.toSeq(data), 1, scala_map, self.any_tag)
+
+    def python(self, parent: Any, function: Any) -> Any:
+        return self.PythonRDD(parent, function, False, False).asJavaRDD()
+
+    def union(self, rdds: Sequence[Any]) -> Any:
+        """Partitions one after another."""
+        if len(rdds) == 1:
+            return rdds[0]
+        array = self.gateway.new_array(self.JavaRDD, len(rdds))
+        for i, each in enumerate(rdds):
+            array[i] = each
+        return self.jsc.union(array)
+
+    def shuffle(self, rdd: Any, partitions: int) -> Any:
+        """Alternating packed partition numbers and blobs -> the shuffled pair RDD."""
+        if partitions not in self._partitioners:
+            self._partitioners[partitions] = self.PythonPartitioner(partitions, PARTITIONER_ID)
+        return self.PairwiseRDD(rdd.rdd()).asJavaPairRDD().partitionBy(self._partitioners[partitions])
+
+    def together(self, shuffles: Sequence[Any]) -> Any:
+        """Several shuffles with equal partitioners as one: partition i of the result is all their partitions i."""
+        if len(shuffles) == 1:
+            return shuffles[0]
+        array = self.gateway.new_array(self.JavaPairRDD, len(shuffles))
+        for i, each in enumerate(shuffles):
+            array[i] = each
+        return self.jsc.union(array)
+
+    def blobs(self, shuffled: Any) -> Any:
+        return self.PythonRDD.valueOfPair(shuffled).rdd()
+
+    def partition(self, rdd: Any, index: int) -> Any:
+        if index not in self._sets:  # a Set of Int is a function from Int to Boolean, which is what pruning wants
+            self._sets[index] = self.PythonUtils.toSeq([index]).toSet()
+        return self.Pruning.create(rdd, self._sets[index])
+
+    def zipped(self, placed: Any, pruned: Any) -> Any:
+        """Pairs (empty, blob); where the tasks run is decided by the first."""
+        return self.JavaRDD(placed, self.any_tag).zip(self.JavaRDD(pruned, self.any_tag)).rdd()
+
+    # -- jobs ------------------------------------------------------------------------------------------------------
+
+    def run_to_shuffle(self, shuffled: Any) -> int:
+        """Run a stage up to its shuffle files. Returns the shuffle's id, for ``forget``."""
+        dependency = shuffled.rdd().dependencies().head()
+        self.scala.submitMapStage(dependency).get()
+        return int(dependency.shuffleId())
+
+    def forget_shuffle(self, shuffle: int) -> None:
+        cleaner = self.scala.cleaner()
+        if cleaner.isDefined():
+            cleaner.get().doCleanupShuffle(shuffle, False)
+
+    def executors(self) -> dict[str, str]:
+        """Executor id -> location string; just the driver in local mode."""
+        found = {}
+        for status in self.scala.env().blockManager().master().getStorageStatus():
+            manager = status.blockManagerId()
+            found[manager.executorId()] = f"executor_{manager.host()}_{manager.executorId()}"
+        others = {i: location for i, location in found.items() if i != "driver"}
+        return others or {"driver": found.get("driver", "")}
+
+    def job_group(self, group: str, pool: str, spec: str) -> None:
+        """Local properties of the calling thread: they go with every task of the jobs it submits."""
+        self.sc.setLocalProperty("spark.jobGroup.id", group)
+        self.sc.setLocalProperty("spark.job.interruptOnCancel", "false")
+        self.sc.setLocalProperty("spark.scheduler.pool", pool)
+        self.sc.setLocalProperty("penstock.spec", spec)
+
+
+def short_reason(error: BaseException) -> str:
+    """One line of what Spark said, without its stack traces."""
+    java = getattr(error, "java_exception", None)
+    seen = 0
+    text = str(error)
+    while java is not None and seen < 10:
+        message = java.getMessage()
+        if message:
+            text = str(message)
+        java = java.getCause()
+        seen += 1
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # Of a Python traceback the last line that is not Java's says most.
+    python = [line for line in lines if not line.startswith(("at ", "SQLSTATE", "Driver stacktrace", "..."))]
+    traced = any(line.startswith("Traceback") for line in lines)
+    picked = python[-1] if traced and python else lines[0]
+    return picked[:500]

@@ -1,0 +1,143 @@
+"""Starting Spark the way Penstock needs it, or taking over a session that is already there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import Config
+from penstock.doctor import check_machine
+from penstock.engines.spark import private
+from penstock.errors import EngineError, MachineError
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+DEFAULTS = {
+    # Loopback TCP between JVM and Python costs a delayed acknowledgement, 40 ms, for each task.
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.scheduler.mode": "FAIR",
+    "spark.task.maxFailures": "1",
+    "spark.stage.maxConsecutiveAttempts": "1",
+    "spark.excludeOnFailure.enabled": "false",
+    # Where a stage task runs is our decision, not the shuffle's.
+    "spark.shuffle.reduceLocality.enabled": "false",
+    "spark.locality.wait": "10s",
+    "spark.shuffle.sort.bypassMergeThreshold": "1024",
+    "spark.python.worker.reuse": "true",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    # The status store keeps the last jobs even without a UI: a run that never ends must not fill the driver.
+    "spark.ui.retainedJobs": "20",
+    "spark.ui.retainedStages": "20",
+    "spark.ui.retainedTasks": "200",
+    "spark.sql.ui.retainedExecutions": "10",
+    "spark.cleaner.periodicGC.interval": "5min",
+    "spark.rdd.compress": "false",
+    "spark.log.level": "ERROR",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+}
+
+
+def is_local(master: str) -> bool:
+    return master == "local" or master.startswith("local[")
+
+
+def single_machine(master: str) -> bool:
+    return is_local(master) or master.startswith("local-cluster")
+
+
+def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[str]]:
+    """The session, whether it is ours to stop, and notices."""
+    check_machine(config.master)
+    problems = private.self_check()
+    if problems:
+        raise MachineError(problems[0], remedy=f"Install it: pip install 'pyspark=={private.SUPPORTED}.0'.")
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    existing = SparkContext._active_spark_context
+    if existing is not None:
+        missing = [
+            k for k in ("spark.python.unix.domain.socket.enabled",) if existing.getConf().get(k) != DEFAULTS[k]
+        ]
+        notices = [f"using the Spark session that is already running on {existing.master}."]
+        notices += [f"it would be faster with {k}={DEFAULTS[k]}." for k in missing]
+        return SparkSession.builder.getOrCreate(), False, notices
+    # Executors must run this very Python: another one would lack polars, or unpickle other bytecode.
+    if single_machine(config.master):
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+    else:
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    settings = dict(DEFAULTS)
+    if not single_machine(config.master):
+        del settings["spark.driver.host"], settings["spark.driver.bindAddress"]
+    settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
+    settings.update(config.spark)
+    builder: Any = SparkSession.builder.master(config.master).appName(name)
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    try:
+        session = builder.getOrCreate()
+    except Exception as error:
+        raise EngineError(
+            f"Spark did not start on {config.master}: {private.short_reason(error)}.",
+            remedy="Check the address and that the master runs; 'penstock doctor' looks at this machine.",
+            master=config.master,
+        ) from None
+    session.sparkContext.setLogLevel(settings["spark.log.level"])
+    return session, True, []
+
+
+def ship_package(sc: SparkContext) -> None:
+    """Send this very package to the executors: they need no installation of it."""
+    source = Path(__file__).resolve().parents[2]
+    target = Path(tempfile.mkdtemp(prefix="penstock-ship-")) / "penstock-shipped.zip"
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(source.rglob("*.py")):
+            archive.write(path, Path("penstock") / path.relative_to(source))
+    sc.addPyFile(str(target))
+
+
+def check_executors(sc: SparkContext, executors: int) -> None:
+    """Every executor must have our Python and package versions: say so at the start, not in the middle."""
+    here = _describe()
+    try:
+        found = sc.parallelize(range(executors * 2), executors * 2).map(lambda _: json.dumps(_describe())).collect()
+    except Exception as error:
+        raise MachineError(
+            f"the executors cannot run Python tasks: {private.short_reason(error)}.",
+            remedy="They need the same Python and packages as the driver; set spark.pyspark.python to it.",
+        ) from None
+    for text in sorted(set(found)):
+        there = json.loads(text)
+        for name, version in here.items():
+            if there.get(name) != version:
+                raise MachineError(
+                    f"executor on {there['host']} has {name} {there.get(name)}, the driver has {version}.",
+                    remedy="Install the same versions on all machines (pip install -r requirements.txt), "
+                    "or point spark.pyspark.python to an environment that has them.",
+                    package=name,
+                )
+
+
+def _describe() -> dict[str, str]:
+    """Versions that must agree between driver and executors."""
+    import platform
+    import sys
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": ".".join(map(str, sys.version_info[:2])), "host": platform.node()}
+    for package in ("pyspark", "polars", "pyarrow", "numpy", "msgspec", "xxhash", "fsspec"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

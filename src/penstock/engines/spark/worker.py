@@ -1,0 +1,96 @@
+"""The Spark worker's side: what runs inside a dedicated Python worker process.
+
+Each slot (a container of a stage) has worker processes of its own, told apart by an environment variable. The process keeps its ``Worker``,
+and with it the slices, from one task to the next. What changes from epoch to epoch comes as a local property of the job; the closure never
+changes, so that it is pickled once.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from struct import Struct
+from typing import Any
+
+import msgspec
+from pyspark.accumulators import Accumulator, AccumulatorParam
+
+from penstock.control.events import TaskReport
+from penstock.engines.task import TaskSpec, Worker
+from penstock.state.store import Store
+
+SLOT = "PENSTOCK_SLOT"
+_pack = Struct("!q").pack
+
+
+class JobSpec(msgspec.Struct):
+    """One job's worth of tasks: the spec they share, by stage, and what differs."""
+
+    mode: str
+    specs: dict[str, TaskSpec]
+    offsets: dict[str, int]
+    """stage -> number of its first container in the shuffle's partitions"""
+    splits: list[dict[str, Any]] = []
+
+
+_decode = msgspec.json.Decoder(JobSpec).decode
+_workers: dict[str, Worker] = {}
+
+
+class ReportsParam(AccumulatorParam[list[bytes]]):
+    """Control records travel as an accumulator: with the task's result, without a stage of their own."""
+
+    def zero(self, value: list[bytes]) -> list[bytes]:
+        return []
+
+    def addInPlace(self, value1: list[bytes], value2: list[bytes]) -> list[bytes]:
+        return value1 + value2
+
+
+class SlotTask:
+    """The function of one slot. Pickled once, small, constant."""
+
+    def __init__(
+        self, run_id: str, job_id: str, stage: str, index: int, plan: Any, store: Store, reports: Accumulator[list[bytes]]
+    ) -> None:
+        self.run_id = run_id
+        self.job_id = job_id
+        self.stage = stage
+        self.index = index
+        self.plan = plan
+        self.store = store
+        self.reports = reports
+
+    def worker(self) -> Worker:
+        if self.run_id not in _workers:
+            _workers.clear()  # an older run's state is of no use
+            _workers[self.run_id] = Worker(pickle.loads(self.plan.value), self.job_id, self.store)
+        return _workers[self.run_id]
+
+    def __call__(self, partition: int, iterator: Iterable[bytes]) -> Iterator[bytes]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        job = _decode(context.getLocalProperty("penstock.spec") or "")
+        spec = msgspec.structs.replace(job.specs[self.stage], index=self.index)
+        # Elements of a placement RDD are empty; alone (a source) or zipped with blobs, they say nothing.
+        blobs = [blob for blob in iterator if blob]
+        worker = self.worker()
+        if job.mode == "flush":
+            self._report(worker.flush(spec))
+            return
+        if self.index < len(job.splits):
+            spec.split = job.splits[self.index]
+        report, out = worker.run(spec, blobs)
+        del blobs
+        self._report(report)
+        for (stage, container), blob in out.items():
+            yield _pack(job.offsets[stage] + container)
+            yield blob
+
+    def _report(self, report: TaskReport) -> None:
+        report.node = os.environ.get("PENSTOCK_NODE", "")
+        self.reports.add([msgspec.msgpack.encode(report)])
+

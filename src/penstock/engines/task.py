@@ -1,0 +1,453 @@
+"""What a task does, on a worker or in this process: the heart of both engines.
+
+A task runs one stage of one epoch on one container (or one split of a source). It finds its slices in memory at the version it needs, or loads
+them from the checkpoint; applies what arrived; runs the stage's steps; writes its parts of the sinks; and returns one blob of rows for each
+container downstream and one control record for the driver.
+
+State is a cache. Every table carries the epoch and the attempt it stands at; a mismatch means undo, reload, or an honest "missing", never a
+wrong answer.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from penstock.connectors.base import BadRecord
+from penstock.connectors.rows import bad_records_frame
+from penstock.control.events import TaskError, TaskReport
+from penstock.errors import BadRecordError, PenstockError
+from penstock.ids import StageId
+from penstock.operators.base import HASH, NEVER, ORDER, Applied, Arrival, StepContext, Tick, visible
+from penstock.plan import Edge, Plan, Stage
+from penstock.state.checkpoint import Manifest
+from penstock.state.codec import checksum, decode, encode, select_slices
+from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.store import Store
+from penstock.state.table import Fragment, KeyedTable
+
+DEAD_LETTERS = "__dead_letters"
+MANIFEST_NAME = "manifests/{:012d}.json"
+
+
+class TaskSpec(msgspec.Struct):
+    """Everything that makes a task repeatable."""
+
+    stage: str
+    epoch: int
+    attempt: int
+    index: int
+    checkpoint: int
+    seal: bool
+    slices: int
+    owners: dict[str, list[int]]
+    """keyed stage -> owner of each slice; its own, and those downstream"""
+    instances: dict[str, int]
+    split: dict[str, Any] | None = None
+    watermark_before: int = 0
+    watermark: int = 0
+    arrivals: dict[str, list[int]] = {}
+    clock_ms: int = 0
+    on_error: str = "dead_letter"
+
+
+class BlobHeader(msgspec.Struct, array_like=True):
+    origin: str
+    index: int
+    parts: list[tuple[int, int]]
+    """(port, bytes)"""
+
+
+_header_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(BlobHeader)
+
+
+def pack_blob(origin: str, index: int, frames: Sequence[tuple[int, pl.DataFrame]]) -> bytes:
+    """Rows for one container. Frames without rows cost nothing."""
+    payloads = [(port, frame_bytes(frame)) for port, frame in frames if frame.height]
+    header = _header_encoder.encode(BlobHeader(origin, index, [(p, len(b)) for p, b in payloads]))
+    return b"".join([len(header).to_bytes(4, "little"), header, *(b for _, b in payloads)])
+
+
+def unpack_blob(blob: bytes) -> tuple[BlobHeader, list[tuple[int, pl.DataFrame]]]:
+    size = int.from_bytes(blob[:4], "little")
+    header = _header_decoder.decode(blob[4 : 4 + size])
+    at = 4 + size
+    frames = []
+    for port, length in header.parts:
+        frames.append((port, bytes_frame(blob[at : at + length])))
+        at += length
+    return header, frames
+
+
+def frame_bytes(frame: pl.DataFrame) -> bytes:
+    buffer = io.BytesIO()
+    frame.write_ipc_stream(buffer, compat_level=pl.CompatLevel.newest())
+    return buffer.getvalue()
+
+
+def bytes_frame(data: bytes) -> pl.DataFrame:
+    return pl.read_ipc_stream(io.BytesIO(data))
+
+
+@dataclass
+class Container:
+    """One container of one keyed stage: its table, which slices it holds, and where it stands."""
+
+    stage: str
+    index: int
+    table: KeyedTable
+    slices: frozenset[int] = frozenset()
+    epoch: int = -1
+    attempt: int = -1
+    pending: list[Future[dict[str, Any]]] = field(default_factory=list)
+    """Deltas being written."""
+
+
+class Worker:
+    """Holds the containers of one process and runs tasks on them."""
+
+    def __init__(self, plan: Plan, job_id: str, store: Store) -> None:
+        self.plan = plan
+        self.job_id = job_id
+        self.store = store
+        self.containers: dict[tuple[str, int], Container] = {}
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-delta")
+        self.manifest: tuple[int, Manifest] | None = None
+
+    # -- one task ------------------------------------------------------------------------------------------------
+
+    def run(self, spec: TaskSpec, blobs: Sequence[bytes]) -> tuple[TaskReport, dict[tuple[str, int], bytes]]:
+        """(control record, (stage, container) -> blob). Errors of the user or the world come back in the record."""
+        report = TaskReport(spec.stage, spec.epoch, spec.attempt, spec.index, pid=os.getpid())
+        began = time.perf_counter()
+        try:
+            out = self._run(spec, blobs, report)
+        except PenstockError as error:
+            report.error = task_error(error)
+            out = {}
+        report.busy_ms = (time.perf_counter() - began) * 1000 - report.load_ms
+        return report, out
+
+    def _run(
+        self, spec: TaskSpec, blobs: Sequence[bytes], report: TaskReport
+    ) -> dict[tuple[str, int], bytes]:
+        stage = self.plan.by_id[StageId(spec.stage)]
+        context = StepContext(spec.epoch, spec.on_error)
+        if stage.source is not None:
+            root = self._read(stage, spec, report, context)
+            container = None
+        else:
+            container = self._container(stage, spec, report)
+            if container is None and stage.stateful:
+                report.missing = True
+                return {}
+            root = self._apply(stage, spec, blobs, container, report)
+        frames = self._steps(stage, root, report, context)
+        out = self._exchange(stage, spec, frames, report)
+        self._sinks(stage, spec, frames, report, context)
+        if container is not None:
+            container.epoch = spec.epoch
+            if spec.seal:
+                self._seal(stage, spec, container)
+            report.state_rows = container.table.rows_live
+            report.state_bytes = container.table.nbytes
+            report.deltas = self._written(container, wait=False)
+        return out
+
+    def flush(self, spec: TaskSpec) -> TaskReport:
+        """Seal at the epoch, unless that was done, and wait until everything is written."""
+        report = TaskReport(spec.stage, spec.epoch, spec.attempt, spec.index, pid=os.getpid())
+        try:
+            stage = self.plan.by_id[StageId(spec.stage)]
+            container = self.containers.get((spec.stage, spec.index))
+            if container is None or container.attempt != spec.attempt or container.epoch != spec.epoch:
+                report.missing = True
+                return report
+            if spec.epoch not in container.table.epochs():
+                self._seal(stage, spec, container)
+            report.deltas = self._written(container, wait=True)
+            report.state_rows = container.table.rows_live
+            report.state_bytes = container.table.nbytes
+        except PenstockError as error:
+            report.error = task_error(error)
+        return report
+
+    # -- sources -------------------------------------------------------------------------------------------------
+
+    def _read(self, stage: Stage, spec: TaskSpec, report: TaskReport, context: StepContext) -> pl.DataFrame:
+        assert stage.source is not None
+        if spec.split is None:
+            return pl.DataFrame(schema=stage.root.schema)
+        began = time.perf_counter()
+        result = stage.source.read(stage.root.id, spec.split)
+        if result.bad and spec.on_error == "fail":
+            bad = result.bad[0]
+            raise BadRecordError(
+                f"source '{bad.source}' has a malformed record at {bad.offset}: {bad.reason}. The record: {bad.raw!r}.",
+                remedy='Mend it, or run with on_error="dead_letter" to set such records aside.',
+                source=bad.source,
+                offset=bad.offset,
+                reason=bad.reason,
+                raw=bad.raw,
+            )
+        context.dead.extend((b.source, b.offset, b.reason, b.raw) for b in result.bad)
+        rows = result.frame.height
+        report.rows_in = rows + len(result.bad)
+        report.by_operator[stage.root.id] = (report.rows_in, rows, (time.perf_counter() - began) * 1000)
+        return result.frame
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def _container(self, stage: Stage, spec: TaskSpec, report: TaskReport) -> Container | None:
+        """The container, standing exactly at the epoch before this one; None if that cannot be."""
+        assert stage.keyed is not None
+        layout = stage.keyed.table()
+        if layout is None:
+            return None
+        owned = frozenset(s for s, c in enumerate(spec.owners[spec.stage]) if c == spec.index)
+        key = (spec.stage, spec.index)
+        found = self.containers.get(key)
+        before = spec.epoch - 1
+        if found is not None and found.attempt != spec.attempt:
+            # A new attempt starts from the checkpoint: go back to it, or forget everything.
+            found.pending.clear()
+            if found.table.undo_to(spec.checkpoint):
+                found.epoch, found.attempt = spec.checkpoint, spec.attempt
+            else:
+                found = None
+        if found is not None and found.epoch == before and found.slices == owned:
+            found.table.release(spec.checkpoint)
+            return found
+        if found is not None and found.epoch != before:
+            found = None
+        if spec.checkpoint != before:
+            return None
+        began = time.perf_counter()
+        if found is None:
+            found = Container(spec.stage, spec.index, KeyedTable(layout, base_epoch=before), epoch=before)
+            found.attempt = spec.attempt
+            self.containers[key] = found
+        gone, new = found.slices - owned, owned - found.slices
+        if gone:
+            found.table.drop_slices(gone, spec.slices)
+        if new:
+            self._load(spec, found.table, new)
+        found.slices = owned
+        report.load_ms = (time.perf_counter() - began) * 1000
+        return found
+
+    def _load(self, spec: TaskSpec, table: KeyedTable, slices: frozenset[int]) -> None:
+        if spec.checkpoint == 0:
+            return  # before any input every slice is empty
+        if self.manifest is None or self.manifest[0] != spec.checkpoint:
+            name = MANIFEST_NAME.format(spec.checkpoint)
+            self.manifest = (spec.checkpoint, Manifest.from_bytes(self.store.get(name), name))
+        for file in self.manifest[1].files_for(spec.stage, slices):
+            meta, frame = decode(self.store.get(file.name), file.name)
+            table.load(select_slices(meta, frame, file.slices))
+
+    def _seal(self, stage: Stage, spec: TaskSpec, container: Container) -> None:
+        """End the active fragment and hand it to the background writer. Processing goes on at once."""
+        fragment = container.table.seal(spec.epoch)
+        done = {"epoch": spec.epoch, "attempt": spec.attempt, "file": None}
+        if not fragment.rows:
+            ready: Future[dict[str, Any]] = Future()
+            ready.set_result(done)
+            container.pending.append(ready)
+            return
+        name = f"state/{spec.stage}/{spec.epoch:012d}-{spec.attempt:04d}-{spec.index:04d}.delta"
+        container.pending.append(self.writer.submit(self._write_delta, name, fragment, spec, done))
+
+    def _write_delta(self, name: str, fragment: Fragment, spec: TaskSpec, done: dict[str, Any]) -> dict[str, Any]:
+        frame = fragment.frame()
+        data, file = delta_file(name, frame, self.job_id, spec)
+        self.store.put(name, data)
+        return {**done, "file": file}
+
+    def _written(self, container: Container, *, wait: bool) -> list[dict[str, Any]]:
+        out = []
+        left = []
+        for future in container.pending:
+            if wait or future.done():
+                out.append(future.result())  # an error of the store surfaces here, in the next record
+            else:
+                left.append(future)
+        container.pending = left
+        return out
+
+    def _apply(
+        self,
+        stage: Stage,
+        spec: TaskSpec,
+        blobs: Sequence[bytes],
+        container: Container | None,
+        report: TaskReport,
+    ) -> pl.DataFrame:
+        assert stage.keyed is not None
+        arrivals: list[Arrival] = []
+        order = {e.upstream: i for i, e in enumerate(stage.ins)}
+        for blob in blobs:
+            header, frames = unpack_blob(blob)
+            origin = StageId(header.origin)
+            marks = spec.arrivals.get(header.origin)
+            mark = marks[header.index] if marks else spec.watermark_before
+            from_source = self.plan.by_id[origin].source is not None
+            arrivals += [Arrival(f, header.origin, header.index, from_source, mark, port) for port, f in frames]
+        # Blobs arrive in any order; sorting by where they come from makes the input deterministic.
+        arrivals.sort(key=lambda a: (a.port, order[StageId(a.origin)], a.index))
+        report.rows_in = sum(a.frame.height for a in arrivals)
+        began = time.perf_counter()
+        tick = Tick(spec.epoch, spec.watermark_before, spec.watermark, spec.clock_ms)
+        applied: Applied = stage.keyed.apply(container.table if container else None, arrivals, tick)
+        report.late = applied.late
+        busy = (time.perf_counter() - began) * 1000
+        report.by_operator[stage.root.id] = (report.rows_in, applied.frame.height, busy)
+        return applied.frame
+
+    # -- after the root ------------------------------------------------------------------------------------------
+
+    def _steps(
+        self, stage: Stage, root: pl.DataFrame, report: TaskReport, context: StepContext
+    ) -> dict[str, pl.DataFrame]:
+        frames = {stage.root.id: root}
+        for node in stage.steps:
+            began = time.perf_counter()
+            inputs = [frames[i] for i in node.inputs if i in frames]
+            if node.step is None:
+                frames[node.id] = _union(inputs)
+                continue
+            frame = inputs[0]
+            result = node.step.run(frame, context) if frame.height else pl.DataFrame(schema=node.schema)
+            busy = (time.perf_counter() - began) * 1000
+            report.by_operator[node.id] = (frame.height, result.height, busy)
+            frames[node.id] = result
+        return frames
+
+    def _exchange(
+        self, stage: Stage, spec: TaskSpec, frames: Mapping[str, pl.DataFrame], report: TaskReport
+    ) -> dict[tuple[str, int], bytes]:
+        out: dict[tuple[str, int], bytes] = {}
+        for downstream in dict.fromkeys(e.downstream for e in stage.outs):
+            edges = [e for e in stage.outs if e.downstream == downstream]
+            shares: list[list[tuple[int, pl.DataFrame]]] = [[] for _ in range(spec.instances[downstream])]
+            for edge in edges:
+                for share, frame in zip(shares, self._split(stage, edge, spec, frames[edge.node], report), strict=True):
+                    share.append((edge.port, frame))
+            blobs = [pack_blob(spec.stage, spec.index, share) for share in shares]
+            report.bytes_out[downstream] = [len(b) for b in blobs]
+            out.update({(downstream, c): b for c, b in enumerate(blobs)})
+        return out
+
+    def _split(
+        self, stage: Stage, edge: Edge, spec: TaskSpec, frame: pl.DataFrame, report: TaskReport
+    ) -> list[pl.DataFrame]:
+        """Prepare rows for the operator downstream, and cut them by the owner of their slice."""
+        target = self.plan.by_id[edge.downstream]
+        operator = target.keyed
+        assert operator is not None
+        if not frame.height:
+            return [frame] * spec.instances[edge.downstream]
+        alone = stage.source is not None and len(target.ins) == 1
+        prepared = operator.prepare(frame, alone)
+        if prepared.time_max is not None:
+            report.time_max[edge.downstream] = max(prepared.time_max, report.time_max.get(edge.downstream, NEVER))
+        report.late += prepared.late
+        rows = prepared.frame
+        report.rows_out += rows.height
+        hashes = hash_columns(rows, operator.key)
+        rows = rows.with_columns(pl.Series(HASH, hashes, dtype=pl.UInt64))
+        return split_by_owner(rows, hashes, spec.slices, spec.owners[edge.downstream], spec.instances[edge.downstream])
+
+    def _sinks(
+        self,
+        stage: Stage,
+        spec: TaskSpec,
+        frames: Mapping[str, pl.DataFrame],
+        report: TaskReport,
+        context: StepContext,
+    ) -> None:
+        part = f"{stage.index:02d}-{spec.index:04d}"
+        for node in stage.sinks:
+            assert node.sink is not None
+            began = time.perf_counter()
+            frame = _union([frames[i] for i in node.inputs if i in frames])
+            frame = frame.select(visible(frame.columns))
+            self._deliver(node.id, node.sink, spec, part, frame, report)
+            report.rows_out += frame.height
+            report.by_operator[node.id] = (frame.height, frame.height, (time.perf_counter() - began) * 1000)
+        if context.dead:
+            report.dead = len(context.dead)
+            sink = self.plan.graph.dead_letters
+            frame = bad_records_frame([BadRecord(*d) for d in context.dead])
+            if sink is not None:
+                self._deliver(DEAD_LETTERS, sink, spec, part, frame, report)
+            else:
+                report.tables[DEAD_LETTERS] = frame_bytes(frame.head(100))
+
+    def _deliver(
+        self, id: str, sink: Any, spec: TaskSpec, part: str, frame: pl.DataFrame, report: TaskReport
+    ) -> None:
+        if not frame.height:
+            return
+        if sink.collects:
+            report.tables[id] = frame_bytes(frame)
+            return
+        ref = sink.write_part(spec.epoch, spec.attempt, part, frame)
+        if ref is not None:
+            report.parts[id] = ref
+
+
+def delta_file(name: str, frame: pl.DataFrame, job_id: str, spec: TaskSpec) -> tuple[bytes, dict[str, Any]]:
+    """Encode a fragment, rows sorted by slice; the bytes, and the descriptor that a manifest keeps."""
+    owned = [s for s, c in enumerate(spec.owners[spec.stage]) if c == spec.index]
+    meta = {
+        "job": job_id,
+        "stage": spec.stage,
+        "kind": "delta",
+        "epoch_from": spec.checkpoint,
+        "epoch_to": spec.epoch,
+    }
+    data = encode(meta, frame, slices_total=spec.slices)
+    return data, {
+        "name": name,
+        "stage": spec.stage,
+        "kind": "delta",
+        "epoch_from": spec.checkpoint,
+        "epoch_to": spec.epoch,
+        "slices": owned,
+        "rows": frame.height,
+        "bytes": len(data),
+        "checksum": checksum(data),
+    }
+
+
+def split_by_owner(
+    rows: pl.DataFrame, hashes: np.ndarray, slices: int, owners: Sequence[int], instances: int
+) -> list[pl.DataFrame]:
+    if instances == 1:
+        return [rows]
+    owner = np.asarray(owners, dtype=np.int32)[slice_of(hashes, slices)]
+    return [rows.filter(pl.Series(owner == c)) for c in range(instances)]
+
+
+def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    if len(frames) == 1:
+        return frames[0]
+    tagged = all(ORDER in f.columns for f in frames)
+    names = [c for c in frames[0].columns if tagged or c != ORDER]
+    return pl.concat([f.select(names) for f in frames])
+
+
+def task_error(error: PenstockError) -> TaskError:
+    evidence = {k: v if isinstance(v, str | int | float | bool) else str(v) for k, v in error.evidence.items()}
+    return TaskError(type(error).__name__, error.message, error.remedy, evidence)

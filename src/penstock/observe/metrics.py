@@ -1,0 +1,173 @@
+"""Counts and rates of a running job, kept from the control records of its tasks. No profiling, no sampling.
+
+Stela's input and execution speeds (S1) come from here: rows in, rows out and busy time of every operator over a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from penstock.control.events import TaskReport
+from penstock.observe.status import JobStatus, OperatorStatus
+
+WINDOW_S = 10.0
+HISTORY_MAX = 4096
+
+
+@dataclass
+class _Stage:
+    rows_in: int = 0
+    rows_out: int = 0
+    late: int = 0
+    bytes_local: int = 0
+    bytes_remote: int = 0
+    state: dict[int, tuple[int, int]] = field(default_factory=dict)
+    recent: deque[tuple[float, int, int, float]] = field(default_factory=deque)
+    """(at, rows in, rows out, busy ms)"""
+
+
+class Metrics:
+    """Mutated by the runtime's thread only; ``status`` may be called from any."""
+
+    def __init__(self, job: str, flow: str, engine: str, stages: Mapping[str, tuple[str, tuple[str, ...]]]) -> None:
+        self.job, self.flow, self.engine = job, flow, engine
+        self.kinds = stages
+        self.stages = {s: _Stage() for s in stages}
+        self.operators: dict[str, list[float]] = {}
+        """operator -> rows in, rows out, busy ms"""
+        self.rows = 0
+        self.dead = 0
+        self.checkpoints = 0
+        self.checkpoint_bytes = 0
+        self.epochs: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
+        self.began = 0.0
+        self.counted_through = 0
+        self._planned: dict[int, float] = {}
+        self._previous_plan: dict[int, float] = {}
+        self._last_plan = 0.0
+
+    def planned(self, epoch: int, now: float) -> None:
+        self._previous_plan[epoch] = self._last_plan or now
+        self._planned[epoch] = now
+        self._last_plan = now
+
+    def stage_done(self, stage: str, epoch: int, reports: Sequence[TaskReport], now: float) -> None:
+        if epoch <= self.counted_through:
+            return  # run again after a failure: counted once
+        s = self.stages[stage]
+        rows_in = sum(r.rows_in for r in reports)
+        rows_out = sum(r.rows_out for r in reports)
+        busy = sum(r.busy_ms for r in reports)
+        s.rows_in += rows_in
+        s.rows_out += rows_out
+        s.late += sum(r.late for r in reports)
+        s.recent.append((now, rows_in, rows_out, busy))
+        while s.recent and s.recent[0][0] < now - WINDOW_S:
+            s.recent.popleft()
+        for r in reports:
+            s.state[r.index] = (r.state_rows, r.state_bytes)
+            for operator, (a, b, ms) in r.by_operator.items():
+                total = self.operators.setdefault(operator, [0, 0, 0.0])
+                total[0] += a
+                total[1] += b
+                total[2] += ms
+        s.state = {i: v for i, v in s.state.items() if i < len(reports)}
+        self.dead += sum(r.dead for r in reports)
+
+    def exchanged(self, stage: str, local: int, remote: int) -> None:
+        self.stages[stage].bytes_local += local
+        self.stages[stage].bytes_remote += remote
+
+    def published(self, epoch: int, rows: int, now: float, instances: Mapping[str, int]) -> None:
+        if epoch <= self.counted_through:
+            return
+        self.counted_through = epoch
+        began = self._planned.pop(epoch, now)
+        previous = self._previous_plan.pop(epoch, began)
+        self.rows += rows
+        self.epochs.append(
+            {
+                "epoch": epoch,
+                "at_s": round(now - self.began, 4),
+                "rows": rows,
+                "ms": round((now - began) * 1000, 2),
+                "latency_ms": round((now - previous) * 1000, 2),
+                "state_rows": sum(r for s in self.stages.values() for r, _ in s.state.values()),
+                "instances": dict(instances),
+            }
+        )
+
+    def status(self, controller: Any, now: float) -> JobStatus:
+        recent = [e for e in list(self.epochs)[-200:] if e["at_s"] >= now - self.began - WINDOW_S]
+        span = max(now - self.began - recent[0]["at_s"], 0.001) if len(recent) > 1 else 0.0
+        times = sorted(e["ms"] for e in recent)
+        # A row waits for the epoch under way, then for its own: half of that on average.
+        waits = sorted(e["latency_ms"] for e in recent if e["rows"])
+        operators = []
+        for id, (kind, names) in self.kinds.items():
+            s = self.stages[id]
+            instances = controller.routing.instances.get(id, 1)
+            samples = list(s.recent)
+            width = max(now - samples[0][0], 0.001) if samples else 1.0
+            queue = sum(1 for r in list(controller.in_flight.values()) if id not in r.done and id not in r.running)
+            operators.append(
+                OperatorStatus(
+                    id,
+                    kind,
+                    names,
+                    instances,
+                    s.rows_in,
+                    s.rows_out,
+                    sum(x[1] for x in samples) / width,
+                    sum(x[2] for x in samples) / width,
+                    min(1.0, sum(x[3] for x in samples) / (1000 * width * instances)),
+                    queue,
+                    s.bytes_local,
+                    s.bytes_remote,
+                    sum(r for r, _ in list(s.state.values())),
+                    sum(b for _, b in list(s.state.values())),
+                    s.late,
+                )
+            )
+        marks = [w for w in list(controller.watermarks.values()) if abs(w) < 2**62]
+        return JobStatus(
+            self.job,
+            self.flow,
+            self.engine,
+            controller.phase,
+            controller.published,
+            controller.committed,
+            self.checkpoint_bytes,
+            self.checkpoints,
+            len(controller.in_flight),
+            self.rows,
+            sum(e["rows"] for e in recent[1:]) / span if span else 0.0,
+            median(times) if times else 0.0,
+            waits[len(waits) // 2] / 2 if waits else 0.0,
+            waits[min(len(waits) - 1, int(len(waits) * 0.99))] if waits else 0.0,
+            sum(o.state_rows for o in operators),
+            sum(o.state_bytes for o in operators),
+            self.dead,
+            sum(o.late for o in operators),
+            controller.recoveries,
+            controller.routing.slices,
+            controller.routing.version,
+            now - self.began if self.began else 0.0,
+            _iso(min(marks)) if marks else None,
+            None,
+            tuple(operators),
+            tuple(list(self.epochs)[-600:]),
+        )
+
+
+def _iso(microseconds: int) -> str:
+    from datetime import UTC, datetime, timedelta
+
+    try:
+        return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)).isoformat()
+    except OverflowError:
+        return "ended"

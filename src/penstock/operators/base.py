@@ -1,0 +1,186 @@
+"""What an operator is to the engines.
+
+A flow is cut into stages. A stage has a *root*, which is a source or a keyed operator, and *steps*: the stateless operators
+that follow it until the next exchange or sink. Engines know only the two interfaces here:
+
+* ``Step`` maps a frame to a frame. It is row-wise as far as results go: cutting its input anywhere changes nothing.
+* ``KeyedOperator`` has two halves. ``prepare`` runs before the exchange, on whichever worker made the rows (assign panes, aggregate
+  partially); ``apply`` runs in the container that owns the keys, on the table that holds its state.
+
+Both must be pure functions of their arguments: an epoch that runs again gives the same rows. Frames carry hidden columns whose
+names begin with ``__``: ``__h``, the stable hash of the exchange key, and ``__o``, the hash of the key that produced a row, by which an
+order-sensitive operator sees the same order whatever the parallelism.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import polars as pl
+
+from penstock.state.table import KeyedTable, TableSpec
+
+HASH = "__h"
+ORDER = "__o"
+
+NEVER = -(2**63) + 1
+"""A watermark before all time: nothing is late, nothing is closed."""
+FOREVER = 2**63 - 1
+"""The watermark of an input that has ended: everything is closed."""
+
+
+def visible(columns: Sequence[str]) -> list[str]:
+    return [c for c in columns if not c.startswith("__")]
+
+
+@dataclass
+class StepContext:
+    """What a step may use, and where it reports records it had to give up."""
+
+    epoch: int
+    on_error: str = "dead_letter"
+    dead: list[tuple[str, str, str, str]] = field(default_factory=list)
+    """(operator, offset, reason, raw)"""
+
+
+class Step(ABC):
+    """A stateless operator."""
+
+    id: str
+
+    @abstractmethod
+    def run(self, frame: pl.DataFrame, context: StepContext) -> pl.DataFrame: ...
+
+    def describe(self) -> str:
+        return type(self).__name__.lower()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Rows ready for the exchange, and the greatest event time among the rows they were made of (microseconds)."""
+
+    frame: pl.DataFrame
+    time_max: int | None = None
+    late: int = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One upstream task's rows for this container. Arrivals come sorted by (port, origin, index).
+
+    ``watermark`` is the watermark as of the rows before this task's, in source order: what makes lateness independent of
+    how input is cut into epochs and splits.
+    """
+
+    frame: pl.DataFrame
+    origin: str
+    index: int
+    from_source: bool
+    watermark: int = NEVER
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time, as the log has it."""
+
+    epoch: int
+    watermark_before: int = NEVER
+    watermark: int = NEVER
+    clock_ms: int = 0
+
+
+@dataclass(frozen=True)
+class Applied:
+    frame: pl.DataFrame
+    late: int = 0
+
+
+class KeyedOperator(ABC):
+    """An operator whose state is partitioned by key."""
+
+    id: str
+    key: tuple[str, ...]
+    """Columns of the *prepared* rows by which they are exchanged."""
+    output: pl.Schema
+    identity: tuple[str, ...] | None = None
+    """For a stream of updates: the columns that say which earlier row a row replaces."""
+    timed: bool = False
+    """Has a watermark."""
+    lateness_us: int = 0
+    hold_us: int = 0
+    """How far behind the watermark an output row's own time may lie."""
+
+    @abstractmethod
+    def table(self) -> TableSpec | None:
+        """The layout of its state; None when nothing is kept from one epoch to the next."""
+
+    @abstractmethod
+    def prepare(self, frame: pl.DataFrame, from_source: bool) -> Prepared: ...
+
+    @abstractmethod
+    def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied: ...
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What its state depends on: two flows agree on a state when these are equal."""
+
+    def describe(self) -> str:
+        return type(self).__name__.lower()
+
+
+class HasSchema(Protocol):
+    schema: pl.Schema
+
+
+def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
+    """All rows of an epoch in an order that does not depend on the parallelism.
+
+    From a source: by task, then position, which is source order. From a keyed stage: by the hash of the key that made the row, then
+    position; where a user's batch function lost track of that, by the rows' whole content.
+    """
+    frames: list[pl.DataFrame] = []
+    keyed: dict[str, list[pl.DataFrame]] = {}
+    for a in arrivals:
+        if a.from_source:
+            frames.append(a.frame)
+        else:
+            keyed.setdefault(a.origin, []).append(a.frame)
+    for origin in keyed.values():
+        whole = pl.concat(origin) if len(origin) > 1 else origin[0]
+        by = [ORDER] if ORDER in whole.columns else [c for c in whole.columns if c != HASH]
+        whole = whole.sort(by, maintain_order=True, nulls_last=True)
+        frames.append(whole.drop(ORDER) if ORDER in whole.columns else whole)
+    return pl.concat(frames) if len(frames) != 1 else frames[0]
+
+
+def unique_keys(hashes: np.ndarray, keys: pl.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """First position of each distinct key, in order of first appearance, and for every row the number of its key."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    appearance = np.argsort(first, kind="stable")
+    rank = np.empty_like(appearance)
+    rank[appearance] = np.arange(len(appearance))
+    first = first[appearance]
+    inverse = rank[inverse]
+    same = keys.equals(keys[first[inverse]], null_equal=True) if len(first) < len(hashes) else True
+    if same:
+        return first, inverse
+    # Two different keys share a 64-bit hash: rare enough to be slow, never wrong.
+    numbers: dict[Any, int] = {}
+    firsts: list[int] = []
+    out = np.empty(len(hashes), dtype=np.int64)
+    for i, row in enumerate(keys.iter_rows()):
+        if row not in numbers:
+            numbers[row] = len(firsts)
+            firsts.append(i)
+        out[i] = numbers[row]
+    return np.asarray(firsts, dtype=np.int64), out
+
+
+def canonical(frame: pl.DataFrame, hashes: np.ndarray) -> pl.DataFrame:
+    """Tag rows with the hash of their key and sort by it, so that output does not depend on where state happened to lie."""
+    return frame.with_columns(pl.Series(ORDER, hashes, dtype=pl.UInt64)).sort(ORDER, maintain_order=True)

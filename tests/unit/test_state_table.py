@@ -1,0 +1,315 @@
+"""KeyedTable: the cases that random tests reach seldom, and the costs that must not depend on the size of the state."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from penstock.state import table as table_module
+from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.table import DELETED, HASH, KeyedTable, TableSpec, numeric, objects
+
+WORDS = TableSpec(pl.Schema({"w": pl.String()}), {"n": numeric(np.int64)})
+
+
+def words(*names: str) -> pl.DataFrame:
+    return pl.DataFrame({"w": names}, schema={"w": pl.String})
+
+
+def many(count: int, start: int = 0) -> pl.DataFrame:
+    return words(*(f"word number {i}" for i in range(start, start + count)))
+
+
+def add(table: KeyedTable, keys: pl.DataFrame, n: int = 1) -> np.ndarray:
+    rows, _ = table.upsert(hash_columns(keys, table.spec.key.names()), keys)
+    table.column("n")[rows] += n
+    return rows
+
+
+def contents(table: KeyedTable) -> dict[Any, int]:
+    rows = table.live_rows()
+    keys = table.keys(rows).rows()
+    return dict(zip(keys if len(keys and keys[0]) > 1 else [k[0] for k in keys], table.column("n")[rows].tolist(), strict=True))
+
+
+def find(table: KeyedTable, keys: pl.DataFrame) -> np.ndarray:
+    return table.find(hash_columns(keys, table.spec.key.names()), keys)
+
+
+class CountingCodec:
+    def __init__(self) -> None:
+        self.encoded = 0
+
+    def encode(self, value: Any, /) -> bytes:
+        self.encoded += 1
+        return pickle.dumps(value)
+
+    def decode(self, data: bytes, /) -> Any:
+        return pickle.loads(data)
+
+
+def test_true_hash_collisions_stay_exact() -> None:
+    table = KeyedTable(WORDS)
+    keys = many(300)
+    same = np.full(300, 42, dtype=np.uint64)
+    for begin in range(0, 300, 60):
+        rows, is_new = table.upsert(same[begin : begin + 60], keys[begin : begin + 60])
+        assert is_new.all()
+        table.column("n")[rows] = np.arange(begin, begin + 60)
+    table.validate()
+    rows, is_new = table.upsert(same, keys)
+    assert not is_new.any() and table.column("n")[rows].tolist() == list(range(300))
+    assert table.find(same[:2], words("absent", "word number 7")).tolist()[0] == -1
+
+
+def test_the_same_key_twice_in_a_call_is_our_mistake() -> None:
+    table = KeyedTable(WORDS)
+    with pytest.raises(AssertionError, match="twice"):
+        add(table, words("a", "a"))
+    table = KeyedTable(WORDS)
+    add(table, words("a", "b"))
+    with pytest.raises(AssertionError, match="twice"):
+        add(table, words("a", "b", "a"))
+
+
+def test_dead_rows_may_not_be_touched_or_deleted() -> None:
+    table = KeyedTable(WORDS)
+    rows = add(table, words("a"))
+    table.delete(rows)
+    with pytest.raises(AssertionError):
+        table.touch(rows)
+    with pytest.raises(AssertionError):
+        table.delete(rows)
+
+
+def test_growth_over_many_calls_and_chunks() -> None:
+    table = KeyedTable(WORDS)
+    rng = np.random.default_rng(3)
+    expected: dict[str, int] = {}
+    keys = many(30_000)
+    for _ in range(60):
+        chosen = np.unique(rng.integers(0, 30_000, 900))
+        add(table, keys[chosen])
+        for i in chosen.tolist():
+            expected[f"word number {i}"] = expected.get(f"word number {i}", 0) + 1
+    assert len(table._keys._chunks) > 1, "this test is about several chunks"
+    table.validate()
+    assert contents(table) == expected
+    found = find(table, keys)
+    assert (found >= 0).tolist() == [f"word number {i}" in expected for i in range(30_000)]
+    assert table.keys(found[found >= 0]).get_column("w").to_list() == [k for k in keys.get_column("w") if k in expected]
+
+
+@pytest.mark.parametrize("dtype", [pl.Categorical(), pl.Enum(["a", "b"]), pl.Date(), pl.Boolean(), pl.Binary(), pl.Float32()])
+def test_key_types(dtype: pl.DataType) -> None:
+    first: dict[Any, list[Any]] = {pl.Date: [1, 2], pl.Boolean: [True, False], pl.Binary: [b"a", b"b"], pl.Float32: [0.5, float("nan")]}
+    values = first.get(type(dtype), ["a", "b"])
+    keys = pl.DataFrame({"k": pl.Series([*values, None]).cast(dtype)})
+    table = KeyedTable(TableSpec(keys.schema, {"n": numeric(np.int32)}))
+    add(table, keys[:2])
+    add(table, keys)
+    assert contents(table) == pytest.approx(dict(zip(keys.get_column("k").to_list(), [2, 2, 1], strict=True)), nan_ok=True) or (
+        sorted(contents(table).values()) == [1, 2, 2]
+    )
+    copy = KeyedTable(table.spec)
+    copy.load(table.seal(1).frame())
+    assert sorted(contents(copy).values()) == [1, 2, 2]
+    assert copy.keys(copy.live_rows()).schema == keys.schema
+
+
+def test_keys_of_another_integer_width_are_the_same_keys() -> None:
+    table = KeyedTable(TableSpec(pl.Schema({"i": pl.Int64()}), {"n": numeric(np.int64)}))
+    add(table, pl.DataFrame({"i": [5]}, schema={"i": pl.Int64}))
+    add(table, pl.DataFrame({"i": [5]}, schema={"i": pl.Int32}))
+    assert contents(table) == {5: 2}
+
+
+def test_a_fragment_is_a_copy_from_the_time_of_the_seal() -> None:
+    spec = TableSpec(pl.Schema({"w": pl.String()}), {"n": numeric(np.int64), "o": objects(CountingCodec())})
+    table = KeyedTable(spec)
+    rows = add(table, words("a", "b"))
+    table.column("o")[rows[0]] = ["x"]
+    fragment = table.seal(1)
+    rows = add(table, words("a", "b", "c"), 10)
+    table.column("o")[rows[0]].append("y")
+    table.delete(rows[1:2])
+    frame = fragment.frame()
+    assert frame.schema == spec.frame_schema()
+    assert frame.select("w", "n", DELETED).rows() == [("a", 1, False), ("b", 1, False)]
+    assert pickle.loads(frame.get_column("o")[0]) == ["x"] and frame.get_column("o")[1] is None
+    assert table.undo_to(1) and table.column("o")[table.live_rows()].tolist() == [["x"], None]
+
+
+def test_an_object_is_encoded_once_for_each_change() -> None:
+    codec = CountingCodec()
+    table = KeyedTable(TableSpec(pl.Schema({"w": pl.String()}), {"n": numeric(np.int64), "o": objects(codec)}))
+    rows = add(table, words("a", "b"))
+    table.column("o")[rows] = ["x", "y"]
+    table.seal(1)
+    assert codec.encoded == 2
+    rows = add(table, words("a"))
+    assert codec.encoded == 2, "what it was before this touch was encoded by the seal"
+    table.column("o")[rows] = "z"
+    table.seal(2)
+    assert codec.encoded == 3
+    table.seal(3)
+    add(table, words("b"))
+    assert codec.encoded == 4
+    assert table.undo_to(1) and table.column("o")[table.live_rows()].tolist() == ["x", "y"]
+
+
+def test_a_key_that_comes_and_goes_leaves_no_trace_but_a_deleted_one_does() -> None:
+    table = KeyedTable(WORDS)
+    add(table, words("old"))
+    table.seal(1)
+    add(table, words("brief"))
+    table.delete(find(table, words("brief", "old")))
+    assert table.seal(2).frame().select("w", DELETED).rows() == [("old", True)]
+    assert table.changes(0).rows == 0
+    assert table.changes(1).frame().get_column("w").to_list() == ["old"]
+
+
+def test_release_and_undo() -> None:
+    table = KeyedTable(WORDS, base_epoch=5)
+    for epoch in (6, 7, 8):
+        add(table, words("a"))
+        table.seal(epoch)
+    assert table.epochs() == [5, 6, 7, 8]
+    table.release(6)
+    assert table.epochs() == [6, 7, 8] and not table.undo_to(5) and not table.undo_to(9)
+    assert table.undo_to(7) and contents(table) == {"a": 2} and table.epochs() == [6, 7]
+    add(table, words("b"))
+    table.seal(8)
+    assert table.undo_to(6) and contents(table) == {"a": 1}
+    table.reset(20)
+    assert table.epochs() == [20] and table.rows_live == 0
+    with pytest.raises(AssertionError):
+        table.seal(20)
+
+
+def test_sweeping_frees_the_dead_and_keeps_what_undo_needs() -> None:
+    table = KeyedTable(WORDS, sweep_rows_min=10)
+    add(table, many(5000))
+    table.seal(1)
+    table.release(1)
+    table.delete(find(table, many(4990)))
+    table.seal(2)
+    table.validate()
+    assert table.keys(np.arange(table._rows)).height == 5000, "undo to 1 must still be possible"
+    held = table.nbytes
+    assert table.undo_to(1) and len(contents(table)) == 5000
+    table.delete(find(table, many(4990)))
+    table.seal(3)
+    table.release(3)
+    table.validate()
+    assert table._rows == 10 and table.nbytes < held / 10
+    assert contents(table) == {f"word number {i}": 1 for i in range(4990, 5000)}
+    add(table, many(20, 4980))
+    assert table.undo_to(3) and len(contents(table)) == 10
+
+
+def test_endless_new_keys_that_die_do_not_grow_the_table() -> None:
+    table = KeyedTable(WORDS, sweep_rows_min=100)
+    sizes = []
+    for epoch in range(1, 60):
+        rows = add(table, many(100, 100 * epoch))
+        table.delete(rows[:99])
+        table.seal(epoch)
+        table.release(epoch)
+        sizes.append(table._rows)
+    assert max(sizes) <= 500 and table.rows_live == 59
+
+
+def test_slices_are_exported_dropped_and_loaded() -> None:
+    table = KeyedTable(WORDS)
+    keys = many(1000)
+    add(table, keys)
+    table.seal(1)
+    numbers = slice_of(hash_columns(keys, ["w"]), 16)
+    exported = table.export([3, 9], 16)
+    assert exported.height == int(np.isin(numbers, [3, 9]).sum())
+    before = contents(table)
+    table.drop_slices([3, 9], 16)
+    assert table.rows_live == 1000 - exported.height and table.seal(2).rows == 0
+    table.load(exported)
+    assert contents(table) == before and table.seal(3).rows == 0
+    assert_frame_equal(table.export([3, 9], 16).sort("w"), exported.sort("w"))
+
+
+def test_undo_does_not_bring_back_a_dropped_slice() -> None:
+    table = KeyedTable(WORDS)
+    add(table, many(50))
+    table.seal(1)
+    add(table, many(50))
+    table.drop_slices(range(4), 4)
+    assert table.undo_to(1) and table.rows_live == 0
+
+
+def test_a_loaded_row_is_recorded_again_from_its_next_touch() -> None:
+    table = KeyedTable(WORDS)
+    add(table, words("a"), 5)
+    frame = table.export(range(1), 1).with_columns(n=pl.lit(100, dtype=pl.Int64))
+    table.load(frame)
+    add(table, words("a"), 1)
+    assert table.seal(1).frame().get_column("n").to_list() == [101]
+    assert table.undo_to(0) and contents(table) == {"a": 100}
+
+
+def test_a_column_that_an_older_frame_lacks_is_filled() -> None:
+    old = KeyedTable(WORDS)
+    add(old, words("a", "b"))
+    newer = KeyedTable(TableSpec(pl.Schema({"w": pl.String()}), {"n": numeric(np.int64), "m": numeric(np.float64, 2.5)}))
+    newer.load(old.seal(1).frame())
+    assert newer.column("m")[newer.live_rows()].tolist() == [2.5, 2.5]
+
+
+def test_keys_do_not_hold_on_to_the_batch_they_came_from() -> None:
+    batch = words(*(f"{i:05d}" + "x" * 1000 for i in range(2000)))
+    table = KeyedTable(WORDS)
+    add(table, batch[::500])
+    arrow: Any = table._keys._chunks[0].get_column("w").to_arrow(compat_level=pl.CompatLevel.newest())
+    assert sum(buffer.size for buffer in arrow.buffers()[2:] if buffer is not None) < 10_000
+
+
+def test_an_epoch_gathers_only_the_keys_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O(touched): 100 keys of 50,000 must not make anything gather, sort or copy thousands of rows."""
+    table = KeyedTable(WORDS)
+    add(table, many(50_000))
+    table.seal(1)
+    table.release(1)
+    taken: list[int] = []
+    real = table_module._take
+
+    def counting(frame: pl.DataFrame, rows: Any) -> pl.DataFrame:
+        taken.append(len(rows))
+        return real(frame, rows)
+
+    monkeypatch.setattr(table_module, "_take", counting)
+    add(table, many(100, 49_950))
+    fragment = table.seal(2)
+    assert fragment.rows == 100 and max(taken) <= 4200, "at most the smallest chunk is copied with it"
+
+
+def test_clashing_or_unusable_columns_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        TableSpec(pl.Schema({"n": pl.String()}), {"n": numeric(np.int64)})
+    with pytest.raises(AssertionError):
+        TableSpec(pl.Schema({"l": pl.List(pl.Int64())}), {})
+    with pytest.raises(AssertionError):
+        TableSpec(pl.Schema({HASH: pl.String()}), {})
+
+
+def test_empty_calls() -> None:
+    table = KeyedTable(WORDS)
+    assert add(table, words()).size == 0 and find(table, words()).size == 0
+    assert table.seal(1).frame().schema == WORDS.frame_schema()
+    assert table.export([0], 1).height == 0
+    table.load(table.export([0], 1))
+    table.drop_slices([], 4)
+    table.delete(table.live_rows())
+    assert table.undo_to(0)

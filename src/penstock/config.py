@@ -182,7 +182,7 @@ class Config:
     manifests_kept: int = _setting(3, _whole(1, 1_000))
     """Complete checkpoints that stay on disk."""
 
-    deltas_max: int = _setting(8, _whole(1, 1_000))
+    deltas_max: int = _setting(8, _whole(2, 1_000))
     """Deltas of a slice before they are merged into one."""
 
     epochs_max: int | None = _setting(None, _whole(1, ROWS_MAX, optional=True))

@@ -1,5 +1,5 @@
-"""Random deltas, moves of slices between containers and compactions: any slice restores to what a dict says, from the manifest
-and its files alone; chains stay short; garbage is never needed."""
+"""Random deltas, moves of slices between containers and compactions: any slice restores to what a dict says, from the
+manifest and its files alone; chains stay short; garbage is never needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ HASHES = hash_columns(KEYS, ["k"])
 SLICE_OF_KEY = slice_of(HASHES, SLICES).tolist()
 
 
-def write(store: MemoryStore, name: str, frame: pl.DataFrame, kind: Kind, slices: tuple[int, ...], epochs: tuple[int, int]) -> DeltaFile:
+def write(
+    store: MemoryStore, name: str, frame: pl.DataFrame, kind: Kind, slices: tuple[int, ...], epochs: tuple[int, int]
+) -> DeltaFile:
     data = codec.encode({"stage": "s", "kind": kind}, frame, slices_total=SLICES)
     assert store.put_if_absent(name, data)
     return DeltaFile(name, "s", kind, *epochs, slices, frame.height, len(data), codec.checksum(data))

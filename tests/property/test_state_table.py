@@ -1,4 +1,5 @@
-"""KeyedTable against a dict: any sequence of writes, seals, undos, releases and slice moves gives what the dict gives."""
+"""KeyedTable against a dict: any sequence of writes, seals, undos, releases and slice moves gives what the dict
+gives."""
 
 from __future__ import annotations
 

@@ -349,21 +349,34 @@ def test_raw_is_clipped(tmp_path: Path) -> None:
     assert len(bad.raw) == 500
 
 
-@settings(max_examples=40, deadline=None)
+CSV_LINES = [b"1,a", b"2,b", b"x,c", b"3", b"4,d,e", b'5,"f"', b'"', b'6,"g""', b"\xff,1", b"", b",", b'"7",']
+JSON_LINES = [
+    b'{"n": 1}',
+    b'{"n": 2, "word": "b"}',
+    b'{"n": "3"}',
+    b"[1]",
+    b'{"n"',
+    b"",
+    b"\xff",
+    b'{"word": 4}',
+    b'{"n": 1}{',
+]
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    lines=st.lists(
-        st.sampled_from(
-            [b"1,a", b"2,b", b"x,c", b"3", b"4,d,e", b'5,"f"', b'"', b'6,"g""', b"\xff,1", b"", b",", b'"7",']
-        ),
-        max_size=30,
+    format_lines=st.one_of(
+        st.tuples(st.just("csv"), st.lists(st.sampled_from(CSV_LINES), max_size=30)),
+        st.tuples(st.just("jsonl"), st.lists(st.sampled_from(JSON_LINES), max_size=30)),
     ),
     parallelism=st.integers(2, 6),
 )
 def test_the_fate_of_a_line_does_not_depend_on_the_split(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], parallelism: int
+    tmp_path_factory: pytest.TempPathFactory, format_lines: tuple[str, list[bytes]], parallelism: int
 ) -> None:
-    path = tmp_path_factory.mktemp("in") / "in.csv"
-    path.write_bytes(b"n,word\n" + b"\n".join(lines))
+    format, lines = format_lines
+    path = tmp_path_factory.mktemp("in") / f"in.{format}"
+    path.write_bytes((b"n,word\n" if format == "csv" else b"") + b"\n".join(lines))
     schema = {"n": int, "word": str}
     one, one_bad, _ = drain(opened(path, schema=schema), 10_000, 1)
     many, many_bad, _ = drain(opened(path, schema=schema), 3, parallelism)
@@ -504,6 +517,8 @@ def test_a_file_we_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_fast_datetime_parser_agrees_with_the_general_one(texts: list[str], unit: Any) -> None:
     text = pl.Series("t", texts)
     fast = _uniform_datetimes(text, unit)
+    zulu = _uniform_datetimes(text.str.replace(" ", "T") + "Z", unit)
+    assert (zulu is None and fast is None) or (fast is not None and zulu is not None and zulu.equals(fast))
     general = text.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit=unit, strict=False)
     if fast is not None:
         assert fast.to_list() == general.to_list()

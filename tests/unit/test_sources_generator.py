@@ -51,6 +51,12 @@ def test_the_seed_matters() -> None:
     assert not read(words(seed=1), 0, 10).equals(read(words(seed=2), 0, 10))
 
 
+def test_blocks_differ() -> None:
+    for source, column in ((generator(numbers), "x"), (words(), "word")):
+        frame = read(source, 0, 2 * BLOCK_ROWS)
+        assert not frame[:BLOCK_ROWS][column].equals(frame[BLOCK_ROWS:][column])
+
+
 def test_bounded() -> None:
     source = generator(numbers, rows=25)
     source.open(CONTEXT)

@@ -130,7 +130,9 @@ def test_a_compaction_that_comes_late_keeps_what_came_meanwhile() -> None:
 
 
 def test_merge_frames_lets_the_last_writer_win() -> None:
-    one = pl.DataFrame({"k": ["a", "b", None], "f": [0.0, 1.0, float("nan")], "n": [1, 1, 1], DELETED: [False, False, False]})
+    one = pl.DataFrame(
+        {"k": ["a", "b", None], "f": [0.0, 1.0, float("nan")], "n": [1, 1, 1], DELETED: [False, False, False]}
+    )
     two = pl.DataFrame({"k": ["b", None], "f": [1.0, float("nan")], "n": [0, 2], DELETED: [True, False]})
     merged = merge_frames([one, two], ["k", "f"], drop_deleted=False)
     assert merged.select("k", "n", DELETED).rows() == [("a", 1, False), ("b", 0, True), (None, 2, False)]

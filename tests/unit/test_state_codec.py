@@ -37,7 +37,9 @@ def test_round_trip(rows: int) -> None:
 
 def test_equal_input_gives_equal_bytes() -> None:
     frame = sample(100)
-    assert codec.encode(META, frame, slices_total=4) == codec.encode(dict(reversed(META.items())), frame, slices_total=4)
+    assert codec.encode(META, frame, slices_total=4) == codec.encode(
+        dict(reversed(META.items())), frame, slices_total=4
+    )
 
 
 def test_a_few_rows_of_a_large_frame_make_a_small_file() -> None:

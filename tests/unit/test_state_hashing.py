@@ -59,7 +59,9 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize(("series", "expected"), GOLDEN, ids=lambda x: repr(x[0])[:40] if isinstance(x, pl.Series) else "")
+@pytest.mark.parametrize(
+    ("series", "expected"), GOLDEN, ids=lambda x: repr(x[0])[:40] if isinstance(x, pl.Series) else ""
+)
 def test_golden_values(series: pl.Series, expected: int) -> None:
     assert one(series) == expected
 
@@ -134,7 +136,9 @@ def test_empty_frames_and_no_columns() -> None:
     assert len(set(hash_columns(pl.DataFrame({"s": ["a", "b"]}), []).tolist())) == 1
 
 
-@pytest.mark.parametrize("frame", [pl.DataFrame({"k": [f"word{i}" for i in range(60_000)]}), pl.DataFrame({"k": range(60_000)})])
+@pytest.mark.parametrize(
+    "frame", [pl.DataFrame({"k": [f"word{i}" for i in range(60_000)]}), pl.DataFrame({"k": range(60_000)})]
+)
 @pytest.mark.parametrize("slices", [1, 7, 64, 1000])
 def test_slices_are_even_and_independent_of_the_low_bits(frame: pl.DataFrame, slices: int) -> None:
     hashes = hash_columns(frame, ["k"])

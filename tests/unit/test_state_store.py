@@ -103,7 +103,12 @@ def test_without_sync_nothing_is_flushed(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(errno.ENOSPC, StorageFull), (errno.EDQUOT, StorageFull), (errno.EROFS, CheckpointError), (errno.EACCES, CheckpointError)],
+    [
+        (errno.ENOSPC, StorageFull),
+        (errno.EDQUOT, StorageFull),
+        (errno.EROFS, CheckpointError),
+        (errno.EACCES, CheckpointError),
+    ],
 )
 @pytest.mark.parametrize("call", ["put", "put_if_absent"])
 def test_errors_name_the_path_and_the_remedy(
@@ -163,7 +168,7 @@ def test_failing_store_fails_from_its_kth_write_on() -> None:
     assert once.list() == ["a", "b"]
 
 
-# ---- the lock -----------------------------------------------------------------------------------------------------------
+# ---- the lock ----
 
 
 def test_a_second_job_is_told_who_holds_the_directory(tmp_path: Path) -> None:
@@ -178,11 +183,19 @@ def test_a_second_job_is_told_who_holds_the_directory(tmp_path: Path) -> None:
     DirectoryLock(url).release()
 
 
-HOLDER = "import sys; from penstock.connectors.store import DirectoryLock; l = DirectoryLock(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+HOLDER = """
+import sys
+from penstock.connectors.store import DirectoryLock
+lock = DirectoryLock(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 
 def start_holder(url: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 

@@ -145,6 +145,8 @@ def _parse_column(text: pl.Series, dtype: pl.DataType) -> pl.Series:
         return text
     if isinstance(dtype, pl.Categorical | pl.Enum):
         return text.cast(dtype, strict=False)
+    if isinstance(dtype, pl.Datetime):
+        return _parse_datetimes(text, dtype)
     text = text.str.strip_chars()
     if isinstance(dtype, pl.Boolean):
         return text.str.to_lowercase().replace_strict(_BOOLEANS, default=None, return_dtype=pl.Boolean)
@@ -152,8 +154,6 @@ def _parse_column(text: pl.Series, dtype: pl.DataType) -> pl.Series:
         return text.str.to_date("%Y-%m-%d", strict=False)
     if isinstance(dtype, pl.Time):
         return text.str.to_time("%H:%M:%S%.f", strict=False)
-    if isinstance(dtype, pl.Datetime):
-        return _parse_datetimes(text, dtype)
     return text.cast(dtype, strict=False)
 
 
@@ -161,6 +161,10 @@ def _parse_datetimes(text: pl.Series, dtype: pl.Datetime) -> pl.Series:
     """ISO 8601 with ``T`` or a blank, fractions optional, or a date alone. A column without a zone takes a ``Z`` too
     and drops it; one with a zone takes offsets, and reads values without one as UTC."""
     unit = dtype.time_unit
+    value = _uniform_datetimes(text, unit)
+    if value is not None and dtype.time_zone is None:
+        return value
+    text = text.str.strip_chars()
     plain = text.str.replace("T", " ", literal=True).str.strip_suffix("Z")
 
     def more(value: pl.Series, attempt: Callable[[], pl.Series]) -> pl.Series:
@@ -169,7 +173,6 @@ def _parse_datetimes(text: pl.Series, dtype: pl.Datetime) -> pl.Series:
             value if value.null_count() == text.null_count() else pl.select(pl.coalesce(value, attempt())).to_series()
         )
 
-    value = _uniform_datetimes(plain, unit)
     if value is None:
         value = plain.str.to_datetime(_DATETIMES[0], time_unit=unit, strict=False)
     value = more(value, lambda: plain.str.to_datetime(_DATETIMES[1], time_unit=unit, strict=False))
@@ -186,45 +189,56 @@ def _parse_datetimes(text: pl.Series, dtype: pl.Datetime) -> pl.Series:
 
 
 def _uniform_datetimes(text: pl.Series, unit: TimeUnit) -> pl.Series | None:
-    """``YYYY-MM-DD hh:mm:ss`` with 0, 3 or 6 decimals, all of one width, by arithmetic on the digits: several times
-    as fast as a parser. None for anything else; the parser then gives the same for what would have passed here.
+    """``YYYY-MM-DD hh:mm:ss`` (or with a ``T``, or a ``Z`` behind) with 0, 3 or 6 decimals, all of one width, by
+    arithmetic on the digits: several times as fast as a parser. None for anything else; the parser then gives the
+    same for what would have passed here.
     """
     size = len(text)
     if size == 0 or text.null_count() or unit == "ns":
         return None
     widths = text.str.len_bytes()
     width = int(widths[0])
-    if width not in (19, 23, 26) or not (widths == width).all():
+    if width not in (19, 20, 23, 24, 26, 27) or not (widths == width).all():
         return None
     _, offsets, data = text.to_arrow(compat_level=pl.CompatLevel.oldest()).cast(pa.large_string()).buffers()
     first = int(np.frombuffer(offsets, np.int64, 1)[0])
-    digits = np.frombuffer(data, np.uint8, size * width, first).reshape(size, width).T - np.uint8(ord("0"))
-    for place, mark in ((4, "-"), (7, "-"), (10, " "), (13, ":"), (16, ":"), (19, ".")):
-        if place < width and not (digits[place] == np.uint8((ord(mark) - ord("0")) % 256)).all():
-            return None
+    letters = np.ascontiguousarray(np.frombuffer(data, np.uint8, size * width, first).reshape(size, width).T)
+    zulu = width in (20, 24, 27)
+    marks = {4: "-", 7: "-", 13: ":", 16: ":"} | ({width - 1: "Z"} if zulu else {}) | ({19: "."} if width > 20 else {})
+    if not all((letters[place] == ord(mark)).all() for place, mark in marks.items()):
+        return None
+    if not ((letters[10] == ord(" ")) | (letters[10] == ord("T"))).all():
+        return None
+    digits = letters - np.uint8(ord("0"))  # what is no digit wraps round to more than 9
+    places = [p for p in range(width) if p not in marks and p != 10]
+    if any(digits[p].max() > 9 for p in places):
+        return None
 
-    def number(start: int, stop: int) -> np.ndarray[Any, Any] | None:
-        total = np.zeros(size, np.int64)
-        for column in digits[start:stop]:
-            if (column > 9).any():
-                return None
-            total = total * 10 + column
+    def number(start: int, stop: int) -> np.ndarray[Any, Any]:
+        total: np.ndarray[Any, Any] = digits[start].astype(np.int32)
+        for place in range(start + 1, stop):
+            total *= 10
+            total += digits[place]
         return total
 
-    bounds = ((0, 4), (5, 7), (8, 10), (11, 13), (14, 16), (17, 19), (20, width))
-    numbers = [number(a, b) for a, b in bounds]
-    if any(n is None for n in numbers):
+    year, month, day = number(0, 4), number(5, 7), number(8, 10)
+    hour, minute, second = number(11, 13), number(14, 16), number(17, 19)
+    if month.min() < 1 or month.max() > 12 or year.min() < 1 or hour.max() > 23 or max(minute.max(), second.max()) > 59:
         return None
-    year, month, day, hour, minute, second, fraction = (n for n in numbers if n is not None)
-    in_year = ((month >= 1) & (month <= 12) & (year >= 1) & (hour < 24) & (minute < 60) & (second < 60)).all()
-    if not in_year:
+    month_number = (year - 1970) * 12 + month - 1
+    low = int(month_number.min())
+    if int(month_number.max()) - low > 120_000:
         return None
-    months = ((year - 1970) * 12 + month - 1).astype("datetime64[M]")
-    days = months.astype("datetime64[D]").astype(np.int64)
-    if not ((day >= 1) & (day <= (months + 1).astype("datetime64[D]").astype(np.int64) - days)).all():
+    # A table of the months in sight is cheaper than calendar arithmetic for each row.
+    table = np.arange(low, int(month_number.max()) + 2).astype("datetime64[M]").astype("datetime64[D]").astype(np.int32)
+    index = month_number - low
+    starts = table[index]
+    if day.min() < 1 or (day > table[index + 1] - starts).any():
         return None
-    seconds = (((days + day - 1) * 24 + hour) * 60 + minute) * 60 + second
-    micros = seconds * 1_000_000 + fraction * (1 if width != 23 else 1000)
+    micros = (starts + (day - 1)).astype(np.int64) * 86_400_000_000
+    micros += ((hour * 60 + minute) * 60 + second).astype(np.int64) * 1_000_000
+    if width > 20:
+        micros += number(20, width - zulu) * (1000 if width < 26 else 1)
     return pl.Series(text.name, micros).cast(pl.Datetime("us")).cast(pl.Datetime(unit))
 
 

@@ -66,7 +66,7 @@ def csv(
 def jsonl(
     path: str | os.PathLike[str], *, durable: bool = True, storage_options: Mapping[str, Any] | None = None
 ) -> DirectorySink:
-    """JSON lines, a directory for each epoch. Times are ISO 8601 with microseconds."""
+    """JSON lines, a directory for each epoch. Times are ISO 8601 with microseconds; NaN and infinity become null."""
     return DirectorySink("jsonl", path, durable, storage_options)
 
 

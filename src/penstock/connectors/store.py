@@ -1,8 +1,8 @@
 """Checkpoint stores on a disk or any address that fsspec knows, and the lock that keeps a second job out.
 
-On a local disk a write goes to a temporary name, is flushed to the device, and is renamed: after a power cut a name has its old
-value, its new one, or none. Object stores replace whole objects by themselves. Network file systems with renames (HDFS,
-SFTP, SMB) get a temporary name and a rename as well.
+On a local disk a write goes to a temporary name, is flushed to the device, and is renamed: after a power cut a name
+has its old value, its new one, or none. Object stores replace whole objects by themselves. Network file systems with
+renames (HDFS, SFTP, SMB) get a temporary name and a rename as well.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ import fsspec
 from penstock.errors import CheckpointError, CheckpointInUse, StorageFull
 
 LOCK_NAME: Final = "LOCK"
+
+Names = list[str]
+"""Within FsspecStore the word ``list`` is a method."""
+
 _TEMPORARY: Final = ".tmp"
 _RENAMING: Final = frozenset({"hdfs", "webhdfs", "sftp", "ssh", "smb"})
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -33,8 +37,8 @@ _MISSING: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
 class FsspecStore:
     """A directory at a local path or an fsspec address (``s3://bucket/dir``, ``memory://x`` ...). Picklable.
 
-    ``sync=False`` skips the flush to the device: for files that can be made again. ``put_if_absent`` is exclusive on local disks and
-    wherever the fsspec implementation creates conditionally (S3, GCS, Azure); on others two writers at
+    ``sync=False`` skips the flush to the device: for files that can be made again. ``put_if_absent`` is exclusive on
+    local disks and wherever the fsspec implementation creates conditionally (S3, GCS, Azure); on others two writers at
     the same instant may both believe they won."""
 
     def __init__(self, url: str, *, sync: bool = True, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -100,14 +104,11 @@ class FsspecStore:
     def exists(self, name: str) -> bool:
         path = self.path(name)
         with _explained(path):
-            return os.path.isfile(path) if self.root is not None else bool(self._remote()[0].isfile(self._remote_path(name)))
-
-    def list(self, prefix: str = "") -> list[str]:
-        """Names that begin with ``prefix``. Temporary files and the lock are not names."""
-        folder = prefix.rpartition("/")[0]
-        with _explained(self.url):
-            found = self._list_local(folder) if self.root is not None else self._list_remote(folder)
-            return sorted(name for name in found if name.startswith(prefix) and name != LOCK_NAME and not _is_temporary(name))
+            return (
+                os.path.isfile(path)
+                if self.root is not None
+                else bool(self._remote()[0].isfile(self._remote_path(name)))
+            )
 
     def delete(self, name: str) -> None:
         path = self.path(name)
@@ -118,7 +119,8 @@ class FsspecStore:
                 self._remote()[0].rm_file(self._remote_path(name))
 
     def remove_temporaries(self) -> int:
-        """Remove what killed writers left half-written. Only while no writer is at work: at a job's start, under its lock."""
+        """Remove what killed writers left half-written. Only while no writer is at work: at a job's start, under its
+        lock."""
         with _explained(self.url):
             found = self._list_local("") if self.root is not None else self._list_remote("")
             left = [name for name in found if _is_temporary(name)]
@@ -126,7 +128,7 @@ class FsspecStore:
             self.delete(name)
         return len(left)
 
-    def _list_local(self, folder: str) -> list[str]:
+    def _list_local(self, folder: str) -> Names:
         assert self.root is not None
         names = []
         for directory, _, files in os.walk(os.path.join(self.root, folder)):
@@ -134,7 +136,7 @@ class FsspecStore:
             names += files if base == "." else [f"{base}/{file}".replace(os.sep, "/") for file in files]
         return names
 
-    def _list_remote(self, folder: str) -> list[str]:
+    def _list_remote(self, folder: str) -> Names:
         fs, root = self._remote()
         fs.invalidate_cache()
         try:
@@ -176,18 +178,28 @@ class FsspecStore:
             return False
         return True
 
+    def list(self, prefix: str = "") -> Names:
+        """Names that begin with ``prefix``. Temporary files and the lock are not names."""
+        folder = prefix.rpartition("/")[0]
+        with _explained(self.url):
+            found = self._list_local(folder) if self.root is not None else self._list_remote(folder)
+        wanted = (name for name in found if name.startswith(prefix) and name != LOCK_NAME)
+        return sorted(name for name in wanted if not _is_temporary(name))
+
 
 class DirectoryLock:
     """One live job for each checkpoint directory.
 
-    Local directories: an ``flock`` on ``<dir>/LOCK``. The kernel holds it for this process and drops it however the process
-    dies, SIGKILL included; the file's text says who holds it. (On NFS it works as far as the server implements flock.)
+    Local directories: an ``flock`` on ``<dir>/LOCK``. The kernel holds it for this process and drops it however the
+    process dies, SIGKILL included; the file's text says who holds it. (On NFS it works as far as the server implements
+    flock.)
 
-    Other stores have no such thing: there it is a *lease*, a file with owner and heartbeat. ``heartbeat(now_s)`` must be
-    called well within ``lease_s``; a lease whose heartbeat is older is taken over. Its limits: clocks of the two hosts must agree to
-    much less than ``lease_s``; a job that is frozen for longer than that loses its lease and finds out only at its next
-    heartbeat; and two jobs that take over an expired lease in the same instant are told apart only if the store lists its last
-    writer consistently. The attempt number in manifests and ``put_if_absent`` remain the last line of defence.
+    Other stores have no such thing: there it is a *lease*, a file with owner and heartbeat. ``heartbeat(now_s)`` must
+    be called well within ``lease_s``; a lease whose heartbeat is older is taken over. Its limits: clocks of the two
+    hosts must agree to much less than ``lease_s``; a job that is frozen for longer than that loses its lease and finds
+    out only at its next heartbeat; and two jobs that take over an expired lease in the same instant are told apart
+    only if the store lists its last writer consistently. The attempt number in manifests and ``put_if_absent`` remain
+    the last line of defence.
     """
 
     def __init__(

@@ -53,6 +53,7 @@ from penstock.control.events import (
 from penstock.control.pacing import Pacer
 from penstock.control.routing import RoutingTable
 from penstock.control.topology import StageInfo, Topology
+from penstock.errors import ConfigError
 from penstock.ids import NO_EPOCH, Attempt, Epoch, StageId
 from penstock.state.checkpoint import DeltaFile, Manifest, plan_compaction
 
@@ -117,6 +118,8 @@ class Controller:
         self.settings = settings
         self.phase = "starting"
         self.attempt = Attempt(1)
+        self.first_epoch = Epoch(1)
+        """The first epoch of this run."""
         self.next_epoch = Epoch(1)
         self.published = NO_EPOCH
         self.committed = NO_EPOCH
@@ -205,7 +208,9 @@ class Controller:
                 for source, r in record["ranges"].items():
                     self.facts.setdefault(source, []).extend(r["facts"])
                 self.attempt = Attempt(max(self.attempt, record["attempt"] + 1))
+        self.attempt = Attempt(max(self.attempt, event.attempt))
         self._rewind(event.now)
+        self.first_epoch = self.next_epoch
         return []
 
     def _rewind(self, now: float) -> None:
@@ -465,7 +470,10 @@ class Controller:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _rescale_requested(self, event: RescaleRequested) -> list[Command]:
-        self.routing.rescale(event.stage, event.instances)  # raises if it cannot be
+        try:
+            self.routing.rescale(event.stage, event.instances)
+        except ConfigError:
+            return []  # whoever asked was told already
         self.rescales.append((event.stage, event.instances))
         return []
 
@@ -595,7 +603,8 @@ class Controller:
         return [WriteManifest(c.epoch, self.attempt, self._advanced(c))]
 
     def _enough(self) -> bool:
-        return self.settings.epochs_max is not None and self.next_epoch > self.settings.epochs_max
+        limit = self.settings.epochs_max
+        return limit is not None and self.next_epoch >= self.first_epoch + limit
 
     def _plan(self, now: float) -> list[Command]:
         if self.planning or self.recovering or self.stopping or self.final or self.rescales or self._enough():

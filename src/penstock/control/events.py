@@ -72,6 +72,8 @@ class Started(Event):
 
     restored: Manifest | None = None
     logged: tuple[dict[str, Any], ...] = ()
+    attempt: int = 1
+    """Greater than any that an earlier start of this job has used."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ class Job:
         self._runtime = runtime
         self._plan = plan
         self._cleanup = cleanup
-        self._cleaned = False
+        self._cleanup_lock = threading.Lock()
         self._thread = threading.Thread(target=runtime.run, name="penstock-runtime", daemon=True)
         self._thread.start()
 
@@ -48,9 +49,9 @@ class Job:
         ended = self._runtime.ended.wait(timeout)
         if ended:
             self._thread.join()
-            if not self._cleaned:
-                self._cleaned = True
-                self._cleanup()
+            with self._cleanup_lock:
+                cleanup, self._cleanup = self._cleanup, _nothing
+            cleanup()
             if self._runtime.error is not None:
                 raise self._runtime.error
         return ended
@@ -81,6 +82,10 @@ class Job:
             self.stop()
 
 
+def _nothing() -> None:
+    """Cleaning up happens once."""
+
+
 def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **hooks: Any) -> Job:
     """Check everything that can be checked, then run the flow in the background."""
     config = config or Config()
@@ -100,9 +105,9 @@ def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **
             cleanups.append(lambda: shutil.rmtree(str(url), ignore_errors=True))
         elif "://" not in url:
             url = os.path.abspath(url)
-        lock = DirectoryLock(url)
-        lock.acquire()
+        lock = DirectoryLock(url, job=config.name or flow.name, now_s=time.time())
         cleanups.append(lock.release)
+        hooks["heartbeat"] = lambda: lock.heartbeat(time.time())
         store = FsspecStore(url)
 
     def make_engine(job_id: str) -> Engine:

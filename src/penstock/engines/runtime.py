@@ -78,6 +78,8 @@ from penstock.state.store import Store
 
 LOG_NAME = "log/{:012d}.json"
 TICK_S = 0.02
+ATTEMPTS_PER_START = 1000
+HEARTBEAT_S = 10.0
 
 
 def topology_of(plan: Plan) -> Topology:
@@ -109,8 +111,9 @@ class Runtime:
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = lambda: int(time.time() * 1000),
         trip: Callable[[str], None] = lambda step: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """``trip`` is called with the name of each step of a commit: crash tests die there on purpose."""
+        """``heartbeat`` renews the hold on the checkpoint directory. ``trip`` is called with the name of each step of a commit: crash tests die there on purpose."""
         self.plan = plan
         self.config = config
         self.store = store
@@ -119,6 +122,7 @@ class Runtime:
         self.clock = clock
         self.wall_ms = wall_ms
         self.trip = trip
+        self.heartbeat = heartbeat
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.ended = threading.Event()
         self.error: PenstockError | None = None
@@ -132,6 +136,7 @@ class Runtime:
         self.routings: dict[int, RoutingTable] = {}
         self.notices: list[str] = []
         self.job_id = ""
+        self.first_attempt = 1
         self.merged: set[str] = set()
         """Files of merges under way, which no manifest names yet."""
         self.on_published: list[Callable[[int], None]] = []
@@ -161,11 +166,15 @@ class Runtime:
 
     def _loop(self) -> None:
         assert self.controller is not None
+        beat = self.clock()
         while not self.reason and self.error is None:
             try:
                 event = self.events.get(timeout=TICK_S)
             except queue.Empty:
                 event = Tick(self.clock())
+            if event.now - beat > HEARTBEAT_S:
+                beat = event.now
+                self.heartbeat()
             self._observe(event)
             for command in self.controller.step(event):
                 self._execute(command)
@@ -237,14 +246,13 @@ class Runtime:
         if self.plan.graph.dead_letters is not None:
             schema = pl.Schema({c: pl.String() for c in ("source", "offset", "reason", "raw")})
             self.plan.graph.dead_letters.open(SinkContext(DEAD_LETTERS, job_id, schema, resumed, self.engine.spark))
-        self.post(Started(self.clock(), restored, tuple(logged)))
+        self.post(Started(self.clock(), restored, tuple(logged), self.first_attempt))
 
     def _job_id(self) -> str:
         try:
             known = json.loads(self.store.get("job.json"))
         except FileNotFoundError:
-            known = {"job": uuid.uuid4().hex[:12], "flow": self.plan.graph.name, "format": 1}
-            self.store.put("job.json", json.dumps(known).encode())
+            known = {"job": uuid.uuid4().hex[:12], "flow": self.plan.graph.name, "format": 1, "starts": 0}
         except ValueError:
             raise CorruptData(
                 "job.json in the checkpoint directory is damaged.",
@@ -256,6 +264,10 @@ class Runtime:
                 f"the checkpoint belongs to flow '{known['flow']}', not to '{self.plan.graph.name}'.",
                 remedy="Use another checkpoint directory, or give the flow its old name.",
             )
+        # What a start that was killed may still be writing must never be taken for ours.
+        known["starts"] = starts = int(known["starts"]) + 1
+        self.first_attempt = starts * ATTEMPTS_PER_START
+        self.store.put("job.json", json.dumps(known).encode())
         return str(known["job"])
 
     def _latest_manifest(self) -> Manifest | None:

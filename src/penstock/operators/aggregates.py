@@ -322,9 +322,9 @@ class RunningAggregate(KeyedOperator):
             return Applied(pl.DataFrame(schema=self.output))
         if self.accumulators.associative:
             touched = [self._merge(table, a.frame) for a in arrivals]
-            rows = np.unique(np.concatenate(touched)) if len(touched) > 1 else touched[0]
+            rows = table.distinct(np.concatenate(touched)) if len(touched) > 1 else touched[0]
         else:
-            rows = np.unique(self._merge(table, in_order(arrivals)))
+            rows = self._merge(table, in_order(arrivals))
         keys = table.keys(rows)
         out = keys.with_columns(self.accumulators.raw(table, rows)).select(*self.key, *self.accumulators.results())
         return Applied(canonical(out, table.hashes(rows)))

@@ -1,19 +1,20 @@
 """What a checkpoint consists of, and how its chains of files stay short. Pure: names and numbers in, decisions out.
 
-A :class:`Manifest` is a checkpoint: it names, for every stage and in order, the files that hold its state, and for every source how
-far it was read. It is written last, atomically; what no manifest names does not exist.
+A :class:`Manifest` is a checkpoint: it names, for every stage and in order, the files that hold its state, and for
+every source how far it was read. It is written last, atomically; what no manifest names does not exist.
 
 **Which rows of a file count.** A container writes one file for all its slices, and slices move between containers over
-time, so the files of a stage have overlapping, ever different slice sets. An entry of a manifest therefore says, as ``slices``, for
-*which slices the file still counts*. To restore a slice: take the entries that list it, in order, and from each file only
-the rows of that slice; later rows win. When a base or a merged delta takes over some slices, the older entries are
-*narrowed* by exactly those; an entry with no slice left is dropped, and its file is garbage. (The rows of a slice that a narrowed
-file no longer counts for must indeed be left out: a base holds no tombstones, so an older row could come back to life.)
+time, so the files of a stage have overlapping, ever different slice sets. An entry of a manifest therefore says, as
+``slices``, for *which slices the file still counts*. To restore a slice: take the entries that list it, in order, and
+from each file only the rows of that slice; later rows win. When a base or a merged delta takes over some slices, the
+older entries are *narrowed* by exactly those; an entry with no slice left is dropped, and its file is garbage. (The
+rows of a slice that a narrowed file no longer counts for must indeed be left out: a base holds no tombstones, so an
+older row could come back to life.)
 
-**Compaction.** For each slice, once it has more than ``deltas_max`` deltas, the newest ones are merged, reaching back while
-the next older is no larger than what is merged so far: sizes along a chain fall geometrically, and a row is rewritten
-O(log) times before it gets into a base. When the deltas of a slice together reach ``ratio`` times its base, all of it becomes a
-new base. So no chain is longer than ``deltas_max + 2``, however long the job runs.
+**Compaction.** For each slice, once it has more than ``deltas_max`` deltas, the newest ones are merged, reaching back
+while the next older is no larger than what is merged so far: sizes along a chain fall geometrically, and a row is
+rewritten O(log) times before it gets into a base. When the deltas of a slice together reach ``ratio`` times its base,
+all of it becomes a new base. So no chain is longer than ``deltas_max + 2``, however long the job runs.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class Manifest:
         return manifest_name(self.epoch, self.attempt)
 
     def files_for(self, stage: str, slices: Collection[int]) -> list[DeltaFile]:
-        """What to read for some slices, in order. From each file take the rows of the returned entry's ``slices`` only."""
+        """What to read for some slices, in order. From each file take the rows of the returned entry's ``slices``
+        only."""
         wanted = frozenset(slices)
         narrowed = (file.only(wanted) for file in self.files.get(stage, ()))
         return [file for file in narrowed if file.slices]
@@ -190,7 +192,8 @@ class Manifest:
         """This checkpoint with a finished compaction in place of its inputs.
 
         The task may have been planned on an earlier manifest: files that came since stay behind the output, and
-        slices whose inputs were replaced in the meantime are left alone (the output then simply does not count for them)."""
+        slices whose inputs were replaced in the meantime are left alone (the output then simply does not count for
+        them)."""
         assert output.stage == task.stage and set(output.slices) <= set(task.slices)
         files = self.files.get(task.stage, ())
         counted = {(file.name, number) for file in files for number in file.slices}
@@ -240,7 +243,8 @@ def check_file(file: DeltaFile, data: bytes, path: str) -> None:
 def plan_compaction(
     files: Sequence[DeltaFile], deltas_max: int = 8, ratio: float = 1.0, *, deltas_min: int = 2
 ) -> list[CompactionTask]:
-    """Compactions that are due in one stage's files. Tasks have disjoint slices and may run in any order or in parallel.
+    """Compactions that are due in one stage's files. Tasks have disjoint slices and may run in any order or in
+    parallel.
 
     Slices that share their newest file (they live in the same container) are done together."""
     assert deltas_max >= 2 and deltas_min >= 1
@@ -272,9 +276,11 @@ def merge_frames(frames: Sequence[pl.DataFrame], key: Sequence[str], drop_delete
     return merged.filter(~pl.col(DELETED)) if drop_deleted else merged
 
 
-def garbage(all_names: Iterable[str], manifests_kept: Iterable[Manifest], *, in_flight: Collection[str] = ()) -> list[str]:
-    """State files that no kept manifest needs. ``in_flight``: names of files written for a checkpoint or compaction that has no
-    manifest yet. Manifests themselves are never listed."""
+def garbage(
+    all_names: Iterable[str], manifests_kept: Iterable[Manifest], *, in_flight: Collection[str] = ()
+) -> list[str]:
+    """State files that no kept manifest needs. ``in_flight``: names of files written for a checkpoint or compaction
+    that has no manifest yet. Manifests themselves are never listed."""
     needed = frozenset(in_flight).union(*(manifest.names() for manifest in manifests_kept))
     return sorted(name for name in all_names if name not in needed and parse_manifest_name(name) is None)
 

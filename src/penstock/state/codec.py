@@ -4,9 +4,10 @@
 
     magic "PNSK"  | u16 version | u16 reserved | u32 header length | JSON header | Arrow IPC stream (lz4) | u64 XXH3-64
 
-All integers are little-endian. The checksum covers every byte before it: storage that loses or turns a bit is found out here, by name,
-before anything is read from the file. The header carries who wrote what (job, stage, kind, epochs, progress ...) and, as
-``slices``, where each slice's rows lie: rows are sorted by slice, so that a container takes only its own slices.
+All integers are little-endian. The checksum covers every byte before it: storage that loses or turns a bit is found
+out here, by name, before anything is read from the file. The header carries who wrote what (job, stage, kind, epochs,
+progress ...) and, as ``slices``, where each slice's rows lie: rows are sorted by slice, so that a container takes only
+its own slices.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def encode(
     slices_total: int | None = None,
     compression: Compression = "lz4",
 ) -> bytes:
-    """One file. With ``slices_total`` the rows are sorted by slice and the header gets ``slices`` and ``slices_total``."""
+    """One file. With ``slices_total`` the rows are sorted by slice and the header gets ``slices`` and
+    ``slices_total``."""
     header = dict(meta)
     if slices_total is not None:
         frame, index = sort_by_slice(frame, slices_total)

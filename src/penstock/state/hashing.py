@@ -2,17 +2,17 @@
 
 Every process, on every machine and in every version, must send a key to the same slice: the hash is part of the
 checkpoint format. It is therefore written out here, over little-endian bytes, instead of taken from a library whose
-next release may change it (polars' and Python's own hashes promise nothing). ``tests/unit/test_state_hashing.py`` holds golden
-values; if one of them changes, every existing checkpoint becomes unreadable.
+next release may change it (polars' and Python's own hashes promise nothing). ``tests/unit/test_state_hashing.py``
+holds golden values; if one of them changes, every existing checkpoint becomes unreadable.
 
 The definition, for one column:
 
 - integers, booleans, dates, times, datetimes and durations: ``mix(v ^ SEED_INT)`` with ``v`` the physical value as a
   64-bit two's complement word, so that Int32 5 and Int64 5 agree;
 - floats: ``mix(bits ^ SEED_FLOAT)`` of the float64 bits, with one zero and one NaN;
-- strings and binary: ``h = SEED_BYTES ^ (length * K1)``, then for every 8-byte little-endian word (the last padded with zeros)
-  ``h = (h ^ w) * K2; h ^= h >> 32``, then ``mix(h)``. Above ``LONG_BYTES`` the words are replaced by the one word XXH3-64 of the
-  bytes: the loop over words stays short however long a single key is;
+- strings and binary: ``h = SEED_BYTES ^ (length * K1)``, then for every 8-byte little-endian word (the last padded
+  with zeros) ``h = (h ^ w) * K2; h ^= h >> 32``, then ``mix(h)``. Above ``LONG_BYTES`` the words are replaced by the
+  one word XXH3-64 of the bytes: the loop over words stays short however long a single key is;
 - null: ``NULL_HASH``.
 
 Several columns: ``h = mix(h * K3 + next)``, which depends on their order.
@@ -130,7 +130,9 @@ def _without_nulls(series: pl.Series) -> pl.Series:
 
 
 def _hash_integers(series: pl.Series) -> U64:
-    physical = _without_nulls(series.to_physical().cast(pl.UInt8) if series.dtype == pl.Boolean else series.to_physical())
+    physical = _without_nulls(
+        series.to_physical().cast(pl.UInt8) if series.dtype == pl.Boolean else series.to_physical()
+    )
     values = physical.to_numpy()
     # To 64 bits first (sign-extended), to unsigned afterwards: -1 is the same key in every width.
     words = values if values.dtype == np.uint64 else values.astype(np.int64, copy=False).view(np.uint64)
@@ -202,9 +204,7 @@ def _hash_gathered(series: pl.Series) -> U64:
     return hashes
 
 
-def _hash_block(
-    words: _Words, data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> U64:
+def _hash_block(words: _Words, data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> U64:
     hashes: U64 = lengths.astype(np.uint64)
     hashes *= K1
     hashes ^= SEED_BYTES

@@ -1,8 +1,9 @@
 """Where checkpoints are kept: a flat space of names with whole values.
 
 The protocol is small on purpose, so that a directory, an object store or a dictionary can all be one. What every store
-must give: ``put`` is atomic (a reader sees the old value, the new one, or none, and never a part), and ``put_if_absent`` lets exactly one
-writer win. Real stores live in ``connectors/store.py``; here are the two that tests need.
+must give: ``put`` is atomic (a reader sees the old value, the new one, or none, and never a part), and
+``put_if_absent`` lets exactly one writer win. Real stores live in ``connectors/store.py``; here are the two that tests
+need.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class MemoryStore:
 
 
 class FailingStore:
-    """Passes everything on to ``inner``, but its ``fail_at``-th write (``put``, ``put_if_absent`` or ``delete``, counted from 1) and
-    all later ones raise OSError: what a full or vanished disk looks like. ``once``: later ones work again.
-    ``after``: the failing write takes effect before the error, as when only the acknowledgement is lost."""
+    """Passes everything on to ``inner``, but its ``fail_at``-th write (``put``, ``put_if_absent`` or ``delete``,
+    counted from 1) and all later ones raise OSError: what a full or vanished disk looks like. ``once``: later ones
+    work again. ``after``: the failing write takes effect before the error, as when only the acknowledgement is lost."""
 
     def __init__(self, inner: Store, fail_at: int, *, once: bool = False, after: bool = False) -> None:
         self.inner = inner

@@ -1,21 +1,22 @@
 """The keyed state of a stage: one columnar table for all the slices that a container holds.
 
-Why one table and not one per slice: an epoch touches keys of every slice, and hundreds of small tables would cost hundreds
-of small vector operations. Here the number of slices costs nothing; a slice is only a predicate on the hash, used when
-slices move. Every operation of an epoch is O(keys touched), never O(state).
+Why one table and not one per slice: an epoch touches keys of every slice, and hundreds of small tables would cost
+hundreds of small vector operations. Here the number of slices costs nothing; a slice is only a predicate on the hash,
+used when slices move. Every operation of an epoch is O(keys touched), never O(state).
 
 How it is laid out: *rows* are numbered; keys are immutable polars chunks (:class:`_Keys`), values are growable numpy
-arrays, and an open-addressing index maps the 64-bit hash to the row (:class:`_Index`). Keys are compared after the hash, so a
-true collision of hashes is still exact. Deleting only clears a row's ``live`` bit: the row stays indexed, so that an undo or a
-return of the key finds it; dead rows are swept out when they outnumber the live ones.
+arrays, and an open-addressing index maps the 64-bit hash to the row (:class:`_Index`). Keys are compared after the
+hash, so a true collision of hashes is still exact. Deleting only clears a row's ``live`` bit: the row stays indexed,
+so that an undo or a return of the key finds it; dead rows are swept out when they outnumber the live ones.
 
 Fragments: rows touched since the last seal form the *active fragment*. Its log keeps what each first touch replaced.
-``seal(epoch)`` ends it, hands out a copy of what changed (to be encoded in the background), and starts the next one; ``undo_to``
-replays logs backwards; ``release`` forgets logs once a checkpoint is complete.
+``seal(epoch)`` ends it, hands out a copy of what changed (to be encoded in the background), and starts the next one;
+``undo_to`` replays logs backwards; ``release`` forgets logs once a checkpoint is complete.
 
 ``load`` and ``drop_slices`` bring and remove whole slices. They are not recorded: a loaded key counts as having always
-had its loaded value, and a dropped one as never having been here, at every epoch that can be undone to. A caller that undoes to an
-epoch before a load must therefore drop the loaded slices and load them again; it knows, for it keeps slice versions.
+had its loaded value, and a dropped one as never having been here, at every epoch that can be undone to. A caller that
+undoes to an epoch before a load must therefore drop the loaded slices and load them again; it knows, for it keeps
+slice versions.
 """
 
 from __future__ import annotations
@@ -154,14 +155,16 @@ class KeyedTable:
 
     @property
     def nbytes(self) -> int:
-        """An estimate of the memory held: arrays, index, keys, undo logs; objects by the mean of their encoded sizes."""
+        """An estimate of the memory held: arrays, index, keys, undo logs; objects by the mean of their encoded
+        sizes."""
         arrays = [self._hash, self._live, self._mark, self._index.slots, *self._columns.values()]
         held = sum(a.nbytes for a in arrays) + self._keys.nbytes()
         held += int(len(self._objects) * self._rows_live * self._object_bytes_mean)
         return held + sum(log.nbytes() for log in [*self._sealed, self._active])
 
     def column(self, name: str) -> Array:
-        """The live array of a column, indexed by row. Valid until the next call that adds rows; touch before writing."""
+        """The live array of a column, indexed by row. Valid until the next call that adds rows; touch before
+        writing."""
         return self._columns[name][: self._rows]
 
     def live_rows(self) -> Rows:
@@ -191,7 +194,7 @@ class KeyedTable:
 
         Keys are unique within a call."""
         rows = self._find_or_append(hashes, self._conform(keys))
-        assert self._distinct(rows).size == rows.size, "upsert: the same key twice in one call"
+        assert self.distinct(rows).size == rows.size, "upsert: the same key twice in one call"
         is_new = ~self._live.take(rows)
         self._touch_distinct(rows)
         self._live[rows] = True
@@ -201,11 +204,11 @@ class KeyedTable:
     def touch(self, rows: Rows) -> None:
         """Must precede an in-place write: marks the rows as changed and keeps what they were. Repeats do no harm."""
         assert bool(self._live[rows].all()), "touch: a row is not live"
-        self._touch_distinct(self._distinct(rows))
+        self._touch_distinct(self.distinct(rows))
 
     def delete(self, rows: Rows) -> None:
         """Remove live rows. Their keys may come back later, as new."""
-        rows = self._distinct(rows)
+        rows = self.distinct(rows)
         assert bool(self._live[rows].all()), "delete: a row is not live"
         self._touch_distinct(rows)
         self._bury(rows)
@@ -244,7 +247,8 @@ class KeyedTable:
         return self._copy_changes(rows, was_live, encoded, since, epochs[-1])
 
     def undo_to(self, epoch: int) -> bool:
-        """Return exactly to the state right after the seal at ``epoch``. False: that is no longer (or not yet) known."""
+        """Return exactly to the state right after the seal at ``epoch``. False: that is no longer (or not yet)
+        known."""
         if epoch not in self.epochs():
             return False
         undone = [log for log in self._sealed if log.epoch > epoch]
@@ -327,7 +331,7 @@ class KeyedTable:
         keys = keys.select(self.spec.key.names())
         return keys if keys.schema == self.spec.key else keys.cast(self.spec.key)
 
-    def _distinct(self, rows: Rows) -> Rows:
+    def distinct(self, rows: Rows) -> Rows:
         """``rows`` without repeats, without sorting: each writes its position, the one still there afterwards stays."""
         if rows.size < 2:
             return rows
@@ -369,7 +373,8 @@ class KeyedTable:
             fresh = np.arange(self._rows, self._rows + absent.size, dtype=np.int64)
             self._append(hashes[absent], keys if absent.size == rows.size else _take(keys, absent))
             rows[absent] = fresh
-            self._index.insert(fresh, pos[absent], step[absent])
+            alike = self._index.insert(fresh, pos[absent], step[absent], self._hash)
+            assert not alike or _all_differ(_take(keys, absent)), "upsert: the same key twice in one call"
         return rows
 
     def _append(self, hashes: U64, keys: pl.DataFrame) -> None:
@@ -409,7 +414,11 @@ class KeyedTable:
         marks = self._mark[rows].tolist()
         done = known.columns[name]
         return [
-            None if value is None else done[mark - known.start] if known.start <= mark < known.end else codec.encode(value)
+            None
+            if value is None
+            else done[mark - known.start]
+            if known.start <= mark < known.end
+            else codec.encode(value)
             for value, mark in zip(values, marks, strict=True)
         ]
 
@@ -431,7 +440,9 @@ class KeyedTable:
             else:
                 values[name] = self._columns[name].take(kept)
         deleted = ~(live if keep is None else live[keep])
-        return Fragment(self.spec, epoch_from, epoch_to, self._hash.take(kept), self._keys.gather(kept), values, deleted)
+        return Fragment(
+            self.spec, epoch_from, epoch_to, self._hash.take(kept), self._keys.gather(kept), values, deleted
+        )
 
     def _start_fragment(self) -> None:
         self._active = _Log()
@@ -556,7 +567,8 @@ class _Log:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Object columns as the last seal encoded them, by mark: the next first touch of those rows needs the same bytes."""
+    """Object columns as the last seal encoded them, by mark: the next first touch of those rows needs the same
+    bytes."""
 
     start: int
     end: int
@@ -565,7 +577,8 @@ class _Encoded:
 
 class _Index:
     """Open addressing from hash to row number: a power of two of int32 slots, at most half of them taken, probed along
-    triangular numbers (which visit every slot), a whole batch at a time. Nothing is ever removed; the table rebuilds."""
+    triangular numbers (which visit every slot), a whole batch at a time. Nothing is ever removed; the table
+    rebuilds."""
 
     def __init__(self) -> None:
         self.slots: NDArray[np.int32] = np.full(2 * _ROWS_FIRST, -1, dtype=np.int32)
@@ -586,7 +599,7 @@ class _Index:
         size = max(self.slots.size, 1 << int(wanted - 1).bit_length() if wanted > 1 else 2)
         self.slots = np.full(size, -1, dtype=np.int32)
         rows = np.arange(hashes.size, dtype=np.int64)
-        self.insert(rows, self._home(hashes), np.zeros(rows.size, dtype=np.int64))
+        self.insert(rows, self._home(hashes), np.zeros(rows.size, dtype=np.int64), hashes)
 
     def walk(self, hashes: U64, stored: U64) -> tuple[Rows, Rows, Rows]:
         """For each hash the first row of the same hash, or -1 at a free slot; with the place and step reached."""
@@ -622,20 +635,25 @@ class _Index:
                 place, p, s, h = place[on], p[on], s[on], h[on]
         return out
 
-    def insert(self, rows: Rows, pos: Rows, step: Rows) -> None:
-        """Enter rows whose keys are known to be absent, from the given places on. Rows that want the same slot all write to
-        it; the one that is found there afterwards has it, the others go on."""
+    def insert(self, rows: Rows, pos: Rows, step: Rows, stored: U64) -> bool:
+        """Enter rows whose keys are known to be absent, from the given places on. Rows that want the same slot all
+        write to it; the one that is found there afterwards has it, the others go on. True: one met a row of its own
+        hash (equal keys walk the same path, so they would have met)."""
+        alike = False
         mask = np.int64(self.slots.size - 1)
         slots = self.slots
         narrow = rows.astype(np.int32)
         while narrow.size:
             free = slots.take(pos) < 0
             slots[pos[free]] = narrow[free]
-            lost = np.flatnonzero(slots.take(pos) != narrow)
+            holders = slots.take(pos)
+            lost = np.flatnonzero(holders != narrow)
             if not lost.size:
-                return
+                break
+            alike = alike or bool((stored[holders[lost]] == stored[narrow[lost]]).any())
             narrow, step = narrow[lost], step[lost] + 1
             pos = (pos[lost] + step) & mask
+        return alike
 
     def _home(self, hashes: U64) -> Rows:
         return (hashes & np.uint64(self.slots.size - 1)).astype(np.int64)
@@ -667,7 +685,8 @@ class _Keys:
         return older <= self.FACTOR * newer or older <= self.SMALL
 
     def gather(self, rows: Rows) -> pl.DataFrame:
-        """Keys of some rows. By chunk, then back into order: polars' own gather from a chunked column takes ten times as long."""
+        """Keys of some rows. By chunk, then back into order: polars' own gather from a chunked column takes ten times
+        as long."""
         if len(self._chunks) == 1:
             return _take(self._chunks[0], rows)
         if not rows.size:
@@ -709,9 +728,13 @@ def _same_keys(a: pl.DataFrame, b: pl.DataFrame) -> Mask:
     return same
 
 
+def _all_differ(keys: pl.DataFrame) -> bool:
+    return bool(keys.n_unique() == keys.height)
+
+
 def _detached(frame: pl.DataFrame) -> pl.DataFrame:
-    """One contiguous copy that shares no buffer. Polars strings are views: without this, ten keys taken from a batch would
-    keep the whole batch's text in memory."""
+    """One contiguous copy that shares no buffer. Polars strings are views: without this, ten keys taken from a batch
+    would keep the whole batch's text in memory."""
     frame = frame.rechunk()
     return frame.with_columns(
         [

@@ -151,7 +151,10 @@ class SparkEngine:
             task = SlotTask(
                 self.run_id, self.job_id, stage, index, self.plan_broadcast, self.store, self.accumulator
             )
-            env = {**self.env, SLOT: f"{self.run_id}:{stage}:{index}", "PENSTOCK_NODE": node}
+            # Tasks of sources keep nothing, so any idle worker will do; a container's must find its own process again.
+            dedicated = self.plan.by_id[StageId(stage)].stateful
+            slot = f"{self.run_id}:{stage}:{index}" if dedicated else self.run_id
+            env = {**self.env, SLOT: slot, "PENSTOCK_NODE": node}
             found = self.jvm.function(task, env)
             with self.lock:
                 self.slots[key] = found

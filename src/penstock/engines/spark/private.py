@@ -159,12 +159,16 @@ class Jvm:
 
     def executors(self) -> dict[str, str]:
         """Executor id -> location string; just the driver in local mode."""
+        alive = {str(i) for i in self._list(self.scala.getExecutorIds())}
         found = {}
-        for status in self.scala.env().blockManager().master().getStorageStatus():
-            manager = status.blockManagerId()
-            found[manager.executorId()] = f"executor_{manager.host()}_{manager.executorId()}"
-        others = {i: location for i, location in found.items() if i != "driver"}
-        return others or {"driver": found.get("driver", "")}
+        for summary in self._list(self.scala.statusStore().executorList(True)):
+            id = str(summary.id())
+            if id in alive:
+                found[id] = f"executor_{summary.hostPort().rsplit(':', 1)[0]}_{id}"
+        return found or {"driver": ""}
+
+    def _list(self, scala_seq: Any) -> Any:
+        return self.jvm.scala.jdk.javaapi.CollectionConverters.asJava(scala_seq)
 
     def job_group(self, group: str, pool: str, spec: str) -> None:
         """Local properties of the calling thread: they go with every task of the jobs it submits."""

@@ -348,7 +348,7 @@ def demo(
     as_json: bool = typer.Option(False, "--json", help="Status as one line of JSON a second."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
 ) -> None:
-    """Watch a stateful flow grow, shrink and survive a failure."""
+    """Watch the most frequent words of a sliding window, and the flow being rescaled while it runs."""
     with _manners(verbose):
         from penstock.demo import run_demo
         from penstock.observe.live import view_for
@@ -604,7 +604,7 @@ def _standard_output(as_json: bool) -> Iterator[Callable[[str], None] | None]:
     except (OSError, ValueError):
         turned = False
     saved = os.dup(1) if turned else -1
-    output = open(saved, "w", encoding="utf-8", closefd=False) if turned else stdout  # noqa: SIM115
+    output = open(saved, "w", encoding="utf-8", closefd=False) if turned else stdout
 
     def write(line: str) -> None:
         output.write(line + "\n")

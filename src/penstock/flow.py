@@ -1,8 +1,8 @@
 """What users write: a flow, built step by step into an immutable graph.
 
-Every step has an id that the user gives. Ids are the names under which state is kept, metrics are shown and parallelism is
-changed, so they must be unique and should stay the same when a flow is edited. Everything that can be known to be wrong is
-refused as soon as it is written, naming the step.
+Every step has an id that the user gives. Ids are the names under which state is kept, metrics are shown and
+parallelism is changed, so they must be unique and should stay the same when a flow is edited. Everything that can be
+known to be wrong is refused as soon as it is written, naming the step.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Flow:
         if not isinstance(source, Source):
             raise FlowError(
                 f"operator '{id}': {type(source).__name__} is not a source.",
-                remedy="Use ps.files(...), ps.generator(...), ps.words(...), ps.spark_reader(...) or ps.dataframe(...).",
+                remedy="Use ps.files(...), ps.generator(...), ps.words(...), ps.spark_reader(...), ps.dataframe(...).",
                 operator=id,
             )
         try:
@@ -158,7 +158,7 @@ class Flow:
         reserved = [c for c in node.schema if c.startswith("__")]
         if reserved:
             raise FlowError(
-                f"operator '{node.id}': column '{reserved[0]}' begins with two underscores, which Penstock keeps for itself.",
+                f"operator '{node.id}': column '{reserved[0]}' begins with two underscores: those are Penstock's.",
                 remedy="Rename the column.",
                 operator=node.id,
             )
@@ -279,7 +279,9 @@ class Stream:
                 for predicate in exprs:
                     dtype = lazy.select(predicate.alias("p")).collect_schema()["p"]
                     if dtype != pl.Boolean:
-                        raise FlowError(f"operator '{id}': its predicate gives {dtype}, not true or false.", operator=id)
+                        raise FlowError(
+                            f"operator '{id}': its predicate gives {dtype}, not true or false.", operator=id
+                        )
         except pl.exceptions.ColumnNotFoundError as error:
             missing = str(error).splitlines()[0].split(":")[-1].strip().strip('"')
             _check_columns(id, [missing], self.schema)
@@ -321,7 +323,8 @@ class Stream:
         return KeyedStream(self, tuple(columns))
 
     def top_k(self, id: str, k: int, *, by: str, per: str | Sequence[str] = (), descending: bool = True) -> Stream:
-        """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per``, or of all."""
+        """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per``, or of all.
+        """
         group = (per,) if isinstance(per, str) else tuple(per)
         _check_columns(id, (by, *group), self.schema)
         if self.windowed:
@@ -371,7 +374,7 @@ class Stream:
         if not isinstance(sink, Sink):
             raise FlowError(
                 f"operator '{id}': {type(sink).__name__} is not a sink.",
-                remedy="Use ps.parquet(path), ps.csv(path), ps.jsonl(path), ps.memory(), ps.console() or ps.foreach_batch(f).",
+                remedy="Use ps.parquet(path), ps.csv(path), ps.jsonl(path), ps.memory(), ps.foreach_batch(f) ...",
                 operator=id,
             )
         self.flow._add(Node(id, (self.id,), self.schema, sink=sink))

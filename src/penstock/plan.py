@@ -1,7 +1,7 @@
 """From a flow to stages.
 
-A stage is a root (a source or a keyed operator) and the stateless steps after it, up to the next exchange or sink. Steps that
-follow a union run in the stage of every input: a union moves no data.
+A stage is a root (a source or a keyed operator) and the stateless steps after it, up to the next exchange or sink.
+Steps that follow a union run in the stage of every input: a union moves no data.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What a source and a sink are.
 
 **A source is replayable by range.** The driver asks it to ``plan`` the next range after an offset; the range is logged;
-then it may be cut into ``splits`` for any parallelism, and each split is ``read`` on a worker. The same range must give the
-same rows in the same order for ever: map order times row order is the *source order* which every stateful
+then it may be cut into ``splits`` for any parallelism, and each split is ``read`` on a worker. The same range must
+give the same rows in the same order for ever: map order times row order is the *source order* which every stateful
 operator sees, whatever the parallelism.
 
-**A sink is idempotent by epoch.** Workers ``write_part`` into staging, the driver ``commit``s an epoch atomically; to commit the
-same epoch again changes nothing. Sinks that only make sense in one place (console, memory, a user's function) set ``collects``
-and receive whole tables on the driver.
+**A sink is idempotent by epoch.** Workers ``write_part`` into staging, the driver ``commit``s an epoch atomically; to
+commit the same epoch again changes nothing. Sinks that only make sense in one place (console, memory, a user's
+function) set ``collects`` and receive whole tables on the driver.
 
 Offsets, splits, facts and part references are JSON-able: they are logged and shipped.
 """
@@ -67,7 +67,8 @@ class SourceContext:
 
 
 class Source(ABC):
-    """Replayable by range. Instances are pickled to workers: hold no open files or sockets outside ``open``/``close``."""
+    """Replayable by range. Instances are pickled to workers: hold no open files or sockets outside ``open``/``close``.
+    """
 
     @abstractmethod
     def schema(self) -> pl.Schema:
@@ -129,7 +130,9 @@ class Sink(ABC):
         """Driver side, before the first epoch. Refuse here an output that belongs to another job."""
 
     def write_part(self, epoch: int, attempt: int, part: str, frame: pl.DataFrame) -> PartRef | None:
-        """Worker side: write one task's share into staging. ``part`` is unique within the epoch and stable over attempts."""
+        """Worker side: write one task's share into staging. ``part`` is unique within the epoch and stable over
+        attempts.
+        """
         raise NotImplementedError
 
     def commit(self, epoch: int, attempt: int, parts: Sequence[PartRef]) -> None:

@@ -383,10 +383,10 @@ def _temporary_file(path: str, data: bytes, durable: bool) -> Iterator[str]:
     folder, base = os.path.split(path)
     temporary = os.path.join(folder, _temporary_name(base))
     try:
-        file = open(temporary, "xb")  # noqa: SIM115
+        file = open(temporary, "xb")
     except FileNotFoundError:
         _make_directories(folder)
-        file = open(temporary, "xb")  # noqa: SIM115
+        file = open(temporary, "xb")
     try:
         with file:
             file.write(data)

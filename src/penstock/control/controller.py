@@ -8,7 +8,8 @@ The rules it keeps (checked by ``validate``):
 * an epoch is logged before any of its stages runs;
 * stage k of epoch e runs when its upstream stages of e and its own e-1 are done;
 * epochs are published in order; one at most ``epochs_in_flight`` of them are under way;
-* a checkpoint at e is complete when e is published and every stateful container has written its delta; then a manifest is written;
+* a checkpoint at e is complete when e is published and every stateful container has written its delta; then a manifest
+  is written;
 * after a failure everything after the last complete checkpoint runs again, from the log, under a new attempt number.
 """
 
@@ -60,7 +61,7 @@ from penstock.state.checkpoint import DeltaFile, Manifest, plan_compaction
 NEVER = -(2**63) + 1
 FOREVER = 2**63 - 1
 RECOVERIES_MAX = 5
-"""Recoveries in a row without a single epoch published in between."""
+"""Recoveries in a row without a new epoch published, or a checkpoint taken, in between."""
 
 
 @dataclass(frozen=True)
@@ -330,9 +331,10 @@ class Controller:
         if event.attempt != self.attempt or run is None:
             return []
         del self.in_flight[event.epoch]
+        if event.epoch > self.published:
+            self.fruitless = 0  # what is published again after a failure is no progress
         self.published = Epoch(max(self.published, event.epoch))
         self.clocks, self.watermarks = run.clocks, {**self.watermarks, **run.watermarks}
-        self.fruitless = 0
         rows = sum(r["rows"] for r in run.record["ranges"].values())
         self.pacer = self.pacer.observe(rows, (event.now - run.began) * 1000)
         if self.checkpoint is not None and self.checkpoint.epoch == event.epoch:
@@ -423,6 +425,7 @@ class Controller:
         done = self.checkpoint
         self.checkpoint = None
         self.committed = done.epoch
+        self.fruitless = 0
         self.manifest = self._advanced(done)
         self.committed_clocks, self.committed_watermarks = done.clocks, done.watermarks
         record = self.log.get(done.epoch)
@@ -638,5 +641,3 @@ class Controller:
 
 def _behind(time: int, by: int) -> int:
     return time if time in (NEVER, FOREVER) else time - by
-
-

@@ -1,6 +1,7 @@
 """Everything that can happen to a job (events), and everything the controller can order (commands).
 
-The controller is ``step(event) -> [command]``: no clock, no threads, no I/O. Events carry ``now``, in seconds of a monotonic clock.
+The controller is ``step(event) -> [command]``: no clock, no threads, no I/O. Events carry ``now``, in seconds of a
+monotonic clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many rows the next epoch may have.
 
-The size follows the measured speed, so that an epoch takes about half the target latency: a row waits for the epoch before
-its own and then for its own. Changes are damped and bounded; a fixed size can be asked for.
+The size follows the measured speed, so that an epoch takes about half the target latency: a row waits for the epoch
+before its own and then for its own. Changes are damped and bounded; a fixed size can be asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The routing table: which container of a stage owns which slice.
 
-One immutable, versioned value. Version v takes effect at an epoch, by the log; nobody ever sees half of one. The number of slices is set
-once for the life of a job; everything else may change between two epochs.
+One immutable, versioned value. Version v takes effect at an epoch, by the log; nobody ever sees half of one. The
+number of slices is set once for the life of a job; everything else may change between two epochs.
 """
 
 from __future__ import annotations
@@ -52,14 +52,12 @@ class RoutingTable:
         if stage in self.owners and instances > self.slices:
             raise ConfigError(
                 f"stage '{stage}' cannot have {instances} instances: it has only {self.slices} slices.",
-                remedy="The number of slices is set at the first run; choose it as large as the cores the job may ever use.",
+                remedy="Slices are set at the first run; choose as many as the cores that the job may ever use.",
             )
         owners = dict(self.owners)
         if stage in owners:
             owners[stage] = rebalance(owners[stage], instances)
-        return RoutingTable(
-            RoutingVersion(self.version + 1), self.slices, owners, {**self.instances, stage: instances}
-        )
+        return RoutingTable(RoutingVersion(self.version + 1), self.slices, owners, {**self.instances, stage: instances})
 
     def moved(self, other: RoutingTable) -> int:
         """How many slices have another owner in ``other``."""

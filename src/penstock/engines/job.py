@@ -128,10 +128,14 @@ def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **
 
 
 def run(flow: Flow, *, config: str | None = None, **settings: Any) -> Job:
-    """Run a flow on Spark, in the background. Settings are those of ``penstock.Config``: master, checkpoint, slices ..."""
+    """Run a flow on Spark, in the background. Settings are those of ``penstock.Config``: master, checkpoint, slices
+    ...
+    """
     return start(flow, engine="spark", config=Config.load(config, settings))
 
 
 def run_local(flow: Flow, **settings: Any) -> None:
-    """Run a flow in this process, without Spark, until its sources are exhausted: the oracle, and the way to test flows."""
+    """Run a flow in this process, without Spark, until its sources are exhausted: the oracle, and the way to test
+    flows.
+    """
     start(flow, engine="local", config=Config(**settings)).wait()

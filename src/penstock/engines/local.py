@@ -1,14 +1,16 @@
 """The local engine: the same controller, the same operators, one process, one thread, no Spark.
 
-It is the oracle that the equivalence tests compare with, and what ``ps.run_local`` gives to users for tests of their own flows. It has containers and slices
-like Spark's, so that rescaling can be tried here too.
+It is the oracle that the equivalence tests compare with, and what ``ps.run_local`` gives to users for tests of their
+own flows. It has containers and slices like Spark's, so that rescaling can be tried here too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from penstock.control.events import Compact, Event, Flush, Flushed, RunStage, StageDone, StageFailed, TaskReport
 from penstock.control.routing import RoutingTable
@@ -67,8 +69,6 @@ def flush_specs(command: Flush, plan: Plan, routing: RoutingTable) -> list[TaskS
 
 
 def replace_spec(spec: TaskSpec, **changes: Any) -> TaskSpec:
-    import msgspec
-
     return msgspec.structs.replace(spec, **changes)
 
 
@@ -99,7 +99,7 @@ class LocalEngine:
                 reports.append(report)
                 for (stage, container), blob in out.items():
                     self.blobs.setdefault((command.epoch, stage, container), []).append(blob)
-        except MemoryError as error:
+        except (OSError, MemoryError) as error:
             self.post(StageFailed(time.monotonic(), command.epoch, command.stage, command.attempt, repr(error)))
             return
         elapsed = (time.monotonic() - began) * 1000
@@ -119,8 +119,8 @@ class LocalEngine:
     def release(self, epoch: int) -> None:
         self.blobs = {k: v for k, v in self.blobs.items() if k[0] > epoch}
 
-    def counters(self) -> Mapping[str, float]:
-        return {}
+    def node_of(self, container: int) -> str:
+        return "local"
 
     def stop(self) -> None:
         self.blobs.clear()

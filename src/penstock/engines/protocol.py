@@ -1,12 +1,12 @@
 """What an engine must do. Three stand behind this: Spark (the product), local (the oracle), and later the simulator.
 
-An engine turns commands into work and answers each with exactly one event through ``post``, also when the work fails or is
-cancelled: the controller waits for all of a failed attempt to be gone before it starts the next.
+An engine turns commands into work and answers each with exactly one event through ``post``, also when the work fails
+or is cancelled: the controller waits for all of a failed attempt to be gone before it starts the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from penstock.control.events import Compact, Event, Flush, RunStage
@@ -44,7 +44,7 @@ class Engine(Protocol):
     def release(self, epoch: int) -> None:
         """Shuffle files of this epoch may go."""
 
-    def counters(self) -> Mapping[str, float]:
-        """Extra figures for the status."""
+    def node_of(self, container: int) -> str:
+        """Where the container of this number runs, in every stage."""
 
     def stop(self) -> None: ...

@@ -1,7 +1,7 @@
 """The runtime: carries out the controller's commands and tells it what happened. One thread, one queue of events.
 
-All I/O of the driver is here: the epoch log, manifests, sources' plans, sinks' commits. Planning and publishing have a thread each, so that a slow
-source or sink does not hold up the rest; both work strictly in order.
+All I/O of the driver is here: the epoch log, manifests, sources' plans, sinks' commits. Planning and publishing have a
+thread each, so that a slow source or sink does not hold up the rest; both work strictly in order.
 
 The checkpoint directory::
 
@@ -48,7 +48,6 @@ from penstock.control.events import (
     Fatal,
     Finish,
     Flush,
-    Flushed,
     LogEpoch,
     ManifestWritten,
     NothingNew,
@@ -113,7 +112,9 @@ class Runtime:
         trip: Callable[[str], None] = lambda step: None,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """``heartbeat`` renews the hold on the checkpoint directory. ``trip`` is called with the name of each step of a commit: crash tests die there on purpose."""
+        """``heartbeat`` renews the hold on the checkpoint directory. ``trip`` is called with the name of each step of
+        a commit: crash tests die there on purpose.
+        """
         self.plan = plan
         self.config = config
         self.store = store
@@ -185,6 +186,7 @@ class Runtime:
         for close in (
             *(s.close for s in self.plan.sources.values()),
             *(n.sink.close for n in self.plan.sinks.values() if n.sink is not None),
+            *((self.plan.graph.dead_letters.close,) if self.plan.graph.dead_letters is not None else ()),
             *((self.engine.stop,) if self.engine is not None else ()),
         ):
             try:
@@ -342,7 +344,9 @@ class Runtime:
         )
         if self.config.instances is not None:
             for stage in stages:
-                wanted = min(self.config.instances, routing.slices) if stage in routing.owners else self.config.instances
+                wanted = (
+                    min(self.config.instances, routing.slices) if stage in routing.owners else self.config.instances
+                )
                 if routing.instances[stage] != wanted:
                     routing = routing.rescale(stage, wanted)
         return replace(manifest, routing=routing.to_json(), fingerprint=self.plan.fingerprint())
@@ -357,7 +361,7 @@ class Runtime:
             if xxhash.xxh3_64_hexdigest(body).encode() != checksum:
                 raise CorruptData(
                     f"the epoch log {name} does not match its checksum.",
-                    remedy="Restore it from a copy. Without it, the epochs after the checkpoint cannot be repeated exactly.",
+                    remedy="Restore it from a copy: without it, epochs after the checkpoint cannot be repeated exactly.",
                     path=name,
                 )
             records.append(json.loads(body))
@@ -496,7 +500,7 @@ class Runtime:
             except Exception as error:
                 raise SinkError(
                     f"sink '{id}' could not write epoch {command.epoch}: {type(error).__name__}: {error}.",
-                    remedy="Once it can be written again, start with the same checkpoint: the epoch is repeated exactly.",
+                    remedy="Start with the same checkpoint once it can be written: the epoch is repeated exactly.",
                     sink=id,
                     epoch=command.epoch,
                 ) from error
@@ -592,19 +596,17 @@ class Runtime:
             case StageDone() if event.attempt == self.controller.attempt:
                 self.metrics.stage_done(event.stage, event.epoch, event.reports, event.now)
                 for report in event.reports:
-                    nodes = {r.index: r.node for r in event.reports}
                     for sizes in report.bytes_out.values():
-                        self.metrics.exchanged(event.stage, *self._crossing(report.node, sizes, nodes))
+                        self.metrics.exchanged(event.stage, *self._crossing(report.node, sizes))
             case EpochPublished():
                 run = self.controller.in_flight.get(event.epoch)
                 rows = sum(r.rows_in for s in self.plan.sources for r in run.done.get(StageId(s), ())) if run else 0
                 self.metrics.published(event.epoch, rows, event.now, self.controller.routing.instances)
-            case Flushed():
-                pass
 
-    def _crossing(self, node: str, sizes: list[int], nodes: dict[int, str]) -> tuple[int, int]:
-        """Bytes that stay on a node, and bytes that leave it (containers are dealt out to nodes round robin)."""
-        local = sum(b for c, b in enumerate(sizes) if nodes.get(c, node) == node)
+    def _crossing(self, node: str, sizes: list[int]) -> tuple[int, int]:
+        """Bytes for containers on the same node, and bytes that leave it."""
+        assert self.engine is not None
+        local = sum(b for c, b in enumerate(sizes) if self.engine.node_of(c) == node)
         return local, sum(sizes) - local
 
     def status(self) -> JobStatus:
@@ -622,5 +624,3 @@ def raised(error: TaskError) -> PenstockError:
     """The same error that a task met, as an exception of the same class."""
     kind = getattr(errors, error.kind, errors.EngineError)
     return kind(error.message, remedy=error.remedy, **error.evidence)  # type: ignore[no-any-return]
-
-

@@ -1,11 +1,11 @@
 """What a task does, on a worker or in this process: the heart of both engines.
 
-A task runs one stage of one epoch on one container (or one split of a source). It finds its slices in memory at the version it needs, or loads
-them from the checkpoint; applies what arrived; runs the stage's steps; writes its parts of the sinks; and returns one blob of rows for each
-container downstream and one control record for the driver.
+A task runs one stage of one epoch on one container (or one split of a source). It finds its slices in memory at the
+version it needs, or loads them from the checkpoint; applies what arrived; runs the stage's steps; writes its parts of
+the sinks; and returns one blob of rows for each container downstream and one control record for the driver.
 
-State is a cache. Every table carries the epoch and the attempt it stands at; a mismatch means undo, reload, or an honest "missing", never a
-wrong answer.
+State is a cache. Every table carries the epoch and the attempt it stands at; a mismatch means undo, reload, or an
+honest "missing", never a wrong answer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,8 +27,10 @@ from penstock.connectors.base import BadRecord
 from penstock.connectors.rows import bad_records_frame
 from penstock.control.events import TaskError, TaskReport
 from penstock.errors import BadRecordError, PenstockError
+from penstock.flow import Node
 from penstock.ids import StageId
-from penstock.operators.base import HASH, NEVER, ORDER, Applied, Arrival, StepContext, Tick, visible
+from penstock.operators.base import HASH, NEVER, ORDER, Applied, Arrival, StepContext, Tick, one_zero, visible
+from penstock.operators.steps import BatchStep
 from penstock.plan import Edge, Plan, Stage
 from penstock.state.checkpoint import Manifest
 from penstock.state.codec import checksum, decode, encode, select_slices
@@ -135,12 +138,21 @@ class Worker:
         except PenstockError as error:
             report.error = task_error(error)
             out = {}
+        except (OSError, MemoryError):
+            raise  # the world's, perhaps for a moment only: recovery runs it again
+        except Exception as error:
+            # Ours, or a combination of types that nobody thought of: to run it again would not help.
+            report.error = TaskError(
+                "EngineError",
+                f"stage '{spec.stage}' failed in epoch {spec.epoch}: {type(error).__name__}: {error}.",
+                "Please report it, with the trace that -v shows. The checkpoint is whole.",
+                {"trace": traceback.format_exc()},
+            )
+            out = {}
         report.busy_ms = (time.perf_counter() - began) * 1000 - report.load_ms
         return report, out
 
-    def _run(
-        self, spec: TaskSpec, blobs: Sequence[bytes], report: TaskReport
-    ) -> dict[tuple[str, int], bytes]:
+    def _run(self, spec: TaskSpec, blobs: Sequence[bytes], report: TaskReport) -> dict[tuple[str, int], bytes]:
         stage = self.plan.by_id[StageId(spec.stage)]
         context = StepContext(spec.epoch, spec.on_error)
         if stage.source is not None:
@@ -311,8 +323,9 @@ class Worker:
         applied: Applied = stage.keyed.apply(container.table if container else None, arrivals, tick)
         report.late = applied.late
         busy = (time.perf_counter() - began) * 1000
-        report.by_operator[stage.root.id] = (report.rows_in, applied.frame.height, busy)
-        return applied.frame
+        frame = applied.frame
+        report.by_operator[stage.root.id] = (report.rows_in, frame.height, busy)
+        return frame if ORDER in frame.columns else frame.with_columns(pl.lit(0, pl.UInt64).alias(ORDER))
 
     # -- after the root ------------------------------------------------------------------------------------------
 
@@ -327,7 +340,7 @@ class Worker:
                 frames[node.id] = _union(inputs)
                 continue
             frame = inputs[0]
-            result = node.step.run(frame, context) if frame.height else pl.DataFrame(schema=node.schema)
+            result = node.step.run(frame, context) if frame.height else _nothing(node, frame)
             busy = (time.perf_counter() - began) * 1000
             report.by_operator[node.id] = (frame.height, result.height, busy)
             frames[node.id] = result
@@ -363,6 +376,9 @@ class Worker:
             report.time_max[edge.downstream] = max(prepared.time_max, report.time_max.get(edge.downstream, NEVER))
         report.late += prepared.late
         rows = prepared.frame
+        floats = [k for k in operator.key if rows.schema[k].is_float()]
+        if floats:  # -0.0 and 0.0 are one key: whichever came first must not show
+            rows = rows.with_columns(one_zero(pl.col(k)).alias(k) for k in floats)
         report.rows_out += rows.height
         hashes = hash_columns(rows, operator.key)
         rows = rows.with_columns(pl.Series(HASH, hashes, dtype=pl.UInt64))
@@ -394,9 +410,7 @@ class Worker:
             else:
                 report.tables[DEAD_LETTERS] = frame_bytes(frame.head(100))
 
-    def _deliver(
-        self, id: str, sink: Any, spec: TaskSpec, part: str, frame: pl.DataFrame, report: TaskReport
-    ) -> None:
+    def _deliver(self, id: str, sink: Any, spec: TaskSpec, part: str, frame: pl.DataFrame, report: TaskReport) -> None:
         if not frame.height:
             return
         if sink.collects:
@@ -438,6 +452,13 @@ def split_by_owner(
         return [rows]
     owner = np.asarray(owners, dtype=np.int32)[slice_of(hashes, slices)]
     return [rows.filter(pl.Series(owner == c)) for c in range(instances)]
+
+
+def _nothing(node: Node, frame: pl.DataFrame) -> pl.DataFrame:
+    """No rows, with the hidden columns that rows would have: tasks must agree on columns, whatever they happen to get.
+    """
+    hidden = {ORDER: pl.UInt64()} if ORDER in frame.columns and not isinstance(node.step, BatchStep) else {}
+    return pl.DataFrame(schema={**node.schema, **hidden})
 
 
 def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:

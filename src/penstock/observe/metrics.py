@@ -1,6 +1,7 @@
 """Counts and rates of a running job, kept from the control records of its tasks. No profiling, no sampling.
 
-Stela's input and execution speeds (S1) come from here: rows in, rows out and busy time of every operator over a sliding window.
+Stela's input and execution speeds (S1) come from here: rows in, rows out and busy time of every operator over a
+sliding window.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from penstock.control.events import TaskReport
+from penstock.ids import StageId
 from penstock.observe.status import JobStatus, OperatorStatus
 
 WINDOW_S = 10.0
@@ -82,7 +84,7 @@ class Metrics:
         self.stages[stage].bytes_local += local
         self.stages[stage].bytes_remote += remote
 
-    def published(self, epoch: int, rows: int, now: float, instances: Mapping[str, int]) -> None:
+    def published(self, epoch: int, rows: int, now: float, instances: Mapping[StageId, int]) -> None:
         if epoch <= self.counted_through:
             return
         self.counted_through = epoch
@@ -160,6 +162,10 @@ class Metrics:
             _iso(min(marks)) if marks else None,
             None,
             tuple(operators),
+            tuple(
+                {"id": o, "rows_in": int(a), "rows_out": int(b), "busy_ms": round(ms, 1)}
+                for o, (a, b, ms) in list(self.operators.items())
+            ),
             tuple(list(self.epochs)[-600:]),
         )
 

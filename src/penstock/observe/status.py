@@ -60,6 +60,8 @@ class JobStatus:
     watermark: str | None = None
     error: str | None = None
     operators: tuple[OperatorStatus, ...] = ()
+    steps: tuple[dict[str, Any], ...] = ()
+    """One entry for each operator of the flow: id, rows_in, rows_out, busy_ms, since the start."""
     history: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     """One entry for each recent epoch: epoch, at_s, rows, ms, state_rows, instances."""
 

@@ -1,14 +1,14 @@
 """Running aggregates: count, sum, min, max, mean.
 
-Each aggregate is a few *accumulators*: columns that hold a partial result and know how to merge. Rows are reduced to partial
-results before the exchange wherever merging is associative, so a hot key costs one row for each map task.
+Each aggregate is a few *accumulators*: columns that hold a partial result and know how to merge. Rows are reduced to
+partial results before the exchange wherever merging is associative, so a hot key costs one row for each map task.
 
-Addition of floats is **not** associative: (a+b)+c may differ from a+(b+c) in the last bit, so a partial sum before the exchange would
-make the result depend on the parallelism. Aggregates over floats therefore travel row by row and are added in source order: slower,
-and the same to the last bit at any parallelism, any cut into epochs, any replay.
+Addition of floats is **not** associative: (a+b)+c may differ from a+(b+c) in the last bit, so a partial sum before the
+exchange would make the result depend on the parallelism. Aggregates over floats therefore travel row by row and are
+added in source order: slower, and the same to the last bit at any parallelism, any cut into epochs, any replay.
 
-Nulls are ignored, as in SQL; min, max and mean of nothing are null, the sum of nothing is 0. NaN counts as a value for sum and mean;
-min and max ignore it.
+Nulls are ignored, as in SQL; min, max and mean of nothing are null, the sum of nothing is 0. NaN counts as a value for
+sum and mean; min and max ignore it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from penstock.operators.base import (
     Tick,
     canonical,
     in_order,
+    one_zero,
     unique_keys,
     visible,
 )
@@ -153,18 +154,14 @@ def compile_aggregate(operator: str, name: str, aggregate: Aggregate, schema: pl
         return Compiled(name, aggregate, (n,), pl.col(a), int64, True)
     x = aggregate.over
     dtype = _dtype_of(operator, aggregate, schema)
-    valid = Accumulator(
-        b, x.count().cast(pl.Int64), x.is_not_null().cast(pl.Int64), "add", numeric(np.int64, 0), int64
-    )
+    valid = Accumulator(b, x.count().cast(pl.Int64), x.is_not_null().cast(pl.Int64), "add", numeric(np.int64, 0), int64)
     if aggregate.kind == "count":
         n = Accumulator(a, valid.partial, valid.single, "add", numeric(np.int64, 0), int64)
         return Compiled(name, aggregate, (n,), pl.col(a), int64, True)
     if aggregate.kind in ("sum", "mean"):
         if dtype.is_integer() or dtype == pl.Boolean:
             wide: pl.Expr = x.cast(pl.Int64)
-            total = Accumulator(
-                a, wide.sum(), wide.fill_null(0), "add", numeric(np.int64, 0), int64
-            )
+            total = Accumulator(a, wide.sum(), wide.fill_null(0), "add", numeric(np.int64, 0), int64)
         elif dtype.is_float():
             wide = x.cast(pl.Float64)
             total = Accumulator(a, wide.sum(), wide.fill_null(0.0), "add", numeric(np.float64, 0.0), pl.Float64())
@@ -194,7 +191,7 @@ def compile_aggregate(operator: str, name: str, aggregate: Aggregate, schema: pl
             back = back.cast(dtype)
         acc_type: pl.DataType = wide_type
     elif dtype.is_float():
-        physical, fill = x.cast(pl.Float64).fill_nan(None), fills["f"]
+        physical, fill = one_zero(x.cast(pl.Float64).fill_nan(None)), fills["f"]
         value, back, acc_type = numeric(np.float64, fill), pl.col(a).cast(dtype), pl.Float64()
         valid = Accumulator(
             b,
@@ -205,9 +202,7 @@ def compile_aggregate(operator: str, name: str, aggregate: Aggregate, schema: pl
             int64,
         )
     elif dtype == pl.String:
-        best = Accumulator(
-            a, x.min() if smallest else x.max(), x, aggregate.kind, objects(_TextCodec()), pl.String()
-        )
+        best = Accumulator(a, x.min() if smallest else x.max(), x, aggregate.kind, objects(_TextCodec()), pl.String())
         return Compiled(name, aggregate, (best,), pl.col(a), pl.String(), True)
     else:
         raise FlowError(
@@ -270,7 +265,8 @@ class Accumulators:
                 _merge_objects(column, rows, frame[acc.name].to_list(), acc.merge)
                 continue
             ufunc = np.add if acc.merge == "add" else np.minimum if acc.merge == "min" else np.maximum
-            ufunc.at(column, rows, frame[acc.name].to_numpy())
+            with np.errstate(over="ignore", invalid="ignore"):  # inf - inf is NaN, and no surprise
+                ufunc.at(column, rows, frame[acc.name].to_numpy())
 
     def raw(self, table: KeyedTable, rows: np.ndarray) -> list[pl.Series]:
         return [
@@ -297,11 +293,11 @@ def _merge_objects(column: np.ndarray, target: np.ndarray, values: Sequence[Any]
 
 
 class RunningAggregate(KeyedOperator):
-    """``key_by(...).aggregate(...)``: emits, each epoch, the new values of the keys that changed (a stream of updates)."""
+    """``key_by(...).aggregate(...)``: emits, each epoch, the new values of the keys that changed (a stream of
+    updates).
+    """
 
-    def __init__(
-        self, id: str, key: Sequence[str], aggregates: Mapping[str, Aggregate], schema: pl.Schema
-    ) -> None:
+    def __init__(self, id: str, key: Sequence[str], aggregates: Mapping[str, Aggregate], schema: pl.Schema) -> None:
         self.id = id
         self.key = tuple(key)
         self.identity = self.key

@@ -1,15 +1,15 @@
 """What an operator is to the engines.
 
-A flow is cut into stages. A stage has a *root*, which is a source or a keyed operator, and *steps*: the stateless operators
-that follow it until the next exchange or sink. Engines know only the two interfaces here:
+A flow is cut into stages. A stage has a *root*, which is a source or a keyed operator, and *steps*: the stateless
+operators that follow it until the next exchange or sink. Engines know only the two interfaces here:
 
 * ``Step`` maps a frame to a frame. It is row-wise as far as results go: cutting its input anywhere changes nothing.
-* ``KeyedOperator`` has two halves. ``prepare`` runs before the exchange, on whichever worker made the rows (assign panes, aggregate
-  partially); ``apply`` runs in the container that owns the keys, on the table that holds its state.
+* ``KeyedOperator`` has two halves. ``prepare`` runs before the exchange, on whichever worker made the rows (assign
+  panes, aggregate partially); ``apply`` runs in the container that owns the keys, on the table that holds its state.
 
-Both must be pure functions of their arguments: an epoch that runs again gives the same rows. Frames carry hidden columns whose
-names begin with ``__``: ``__h``, the stable hash of the exchange key, and ``__o``, the hash of the key that produced a row, by which an
-order-sensitive operator sees the same order whatever the parallelism.
+Both must be pure functions of their arguments: an epoch that runs again gives the same rows. Frames carry hidden
+columns whose names begin with ``__``: ``__h``, the stable hash of the exchange key, and ``__o``, the hash of the key
+that produced a row, by which an order-sensitive operator sees the same order whatever the parallelism.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Prepared:
 class Arrival:
     """One upstream task's rows for this container. Arrivals come sorted by (port, origin, index).
 
-    ``watermark`` is the watermark as of the rows before this task's, in source order: what makes lateness independent of
-    how input is cut into epochs and splits.
+    ``watermark`` is the watermark as of the rows before this task's, in source order: what makes lateness independent
+    of how input is cut into epochs and splits.
     """
 
     frame: pl.DataFrame
@@ -140,8 +140,8 @@ class HasSchema(Protocol):
 def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
     """All rows of an epoch in an order that does not depend on the parallelism.
 
-    From a source: by task, then position, which is source order. From a keyed stage: by the hash of the key that made the row, then
-    position; where a user's batch function lost track of that, by the rows' whole content.
+    From a source: by task, then position, which is source order. From a keyed stage: by the hash of the key that made
+    the row, then position; where a user's batch function lost track of that, by the rows' whole content.
     """
     frames: list[pl.DataFrame] = []
     keyed: dict[str, list[pl.DataFrame]] = {}
@@ -156,6 +156,11 @@ def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
         whole = whole.sort(by, maintain_order=True, nulls_last=True)
         frames.append(whole.drop(ORDER) if ORDER in whole.columns else whole)
     return pl.concat(frames) if len(frames) != 1 else frames[0]
+
+
+def one_zero(x: pl.Expr) -> pl.Expr:
+    """-0.0 as 0.0: the two are equal, and which of them came first must not show. (Polars leaves out an added 0.0.)"""
+    return pl.when(x == 0.0).then(x.abs()).otherwise(x)
 
 
 def unique_keys(hashes: np.ndarray, keys: pl.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -182,5 +187,7 @@ def unique_keys(hashes: np.ndarray, keys: pl.DataFrame) -> tuple[np.ndarray, np.
 
 
 def canonical(frame: pl.DataFrame, hashes: np.ndarray) -> pl.DataFrame:
-    """Tag rows with the hash of their key and sort by it, so that output does not depend on where state happened to lie."""
+    """Tag rows with the hash of their key and sort by it, so that output does not depend on where state happened to
+    lie.
+    """
     return frame.with_columns(pl.Series(ORDER, hashes, dtype=pl.UInt64)).sort(ORDER, maintain_order=True)

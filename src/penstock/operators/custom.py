@@ -76,8 +76,8 @@ class Operator:
     def on_event(self, key: Any, event: Any, *args: Any, **kwargs: Any) -> None:
         """Called for each event of a key, in source order.
 
-        Parameters besides ``key`` and ``event``: ``emit`` (call it with the output's columns by name) and any number annotated
-        ``ps.Value[T]``.
+        Parameters besides ``key`` and ``event``: ``emit`` (call it with the output's columns by name) and any number
+        annotated ``ps.Value[T]``.
         """
         raise NotImplementedError
 
@@ -149,9 +149,7 @@ def _state_parameters(id: str, operator: Operator) -> dict[str, Any]:
 class Custom(KeyedOperator):
     """Runs a user's ``Operator`` over the keys of a container."""
 
-    def __init__(
-        self, id: str, key: Sequence[str], operator: Operator, schema: pl.Schema, output: pl.Schema
-    ) -> None:
+    def __init__(self, id: str, key: Sequence[str], operator: Operator, schema: pl.Schema, output: pl.Schema) -> None:
         self.id = id
         self.key = tuple(key)
         self.operator = operator
@@ -189,7 +187,7 @@ class Custom(KeyedOperator):
         if table is not None and columns is not None and rows is not None:
             emptied = np.ones(len(rows), dtype=bool)
             for column in columns.values():
-                emptied &= np.equal(column[rows], None)
+                emptied &= np.array([value is None for value in column[rows]], dtype=bool)
             if emptied.any():
                 table.delete(rows[emptied])
         try:
@@ -211,7 +209,7 @@ class Custom(KeyedOperator):
         epoch: int,
     ) -> None:
         names = visible(frame.columns)
-        event_type: Any = namedtuple("Event", names, rename=True)  # noqa: PYI024
+        event_type: Any = namedtuple("Event", names, rename=True)  # type: ignore[misc]
         make = event_type._make
         order = np.argsort(inverse, kind="stable")
         bounds = np.searchsorted(inverse[order], np.arange(keys_count + 1))
@@ -236,7 +234,7 @@ class Custom(KeyedOperator):
         pairs = [(cells[n], columns[n]) for n in cells] if columns is not None else []
         row_list = rows.tolist() if rows is not None else None
         limits = bounds.tolist()
-        for group in range(keys_count):  # noqa: B020
+        for group in range(keys_count):
             begin, end = limits[group], limits[group + 1]
             head = events[begin]
             key = head[single] if single is not None else tuple(head[p] for p in positions)

@@ -2,8 +2,10 @@
 
 Three cases, one operator:
 
-* after a **window**: every row of a window comes in one epoch, so nothing is kept; each container sends only its own k best.
-* after a **running aggregate** (a stream of updates): the latest row of every key is kept, because a value may fall and another come up.
+* after a **window**: every row of a window comes in one epoch, so nothing is kept; each container sends only its own k
+  best.
+* after a **running aggregate** (a stream of updates): the latest row of every key is kept, because a value may fall
+  and another come up.
 * over **plain events** (``key_by(...).top_k``): the k best so far are kept for each key.
 
 Ties are broken by the remaining columns in order, so that the result is one and the same at any parallelism.
@@ -36,6 +38,8 @@ from penstock.state.table import KeyedTable, TableSpec, ValueType, numeric, obje
 
 RANK = "rank"
 _ALL = "__all"
+_ABSENT = "__absent_"
+"""Prefix of the column that says where a column of numbers is null."""
 
 
 class PickleCodec:
@@ -102,7 +106,8 @@ class TopK(KeyedOperator):
             return TableSpec(self._key_schema(), {"best": objects(_CODEC)})
         key = pl.Schema({c: self.schema[c] for c in self.row_identity})
         values = {c: _value_type(t) for c, t in self.schema.items() if c not in key}
-        return TableSpec(key, values)
+        absent = {_ABSENT + c: numeric(np.bool_, False) for c, v in values.items() if v.codec is None}
+        return TableSpec(key, {**values, **absent})
 
     def _key_schema(self) -> pl.Schema:
         return pl.Schema({c: self.schema[c] for c in self.group} or {_ALL: pl.Int64()})
@@ -149,8 +154,9 @@ class TopK(KeyedOperator):
         kept = [r for row in rows.tolist() for r in (column[row] or ())]
         merged = self._best(pl.concat([pl.DataFrame(kept, self.schema, orient="row"), frame.select(names)]))
         parts = merged.partition_by(self.group, as_dict=True) if self.group else {(0,): merged}
+        found = {_same(key): part for key, part in parts.items()}
         for row, key in zip(rows.tolist(), groups.select(self.key).iter_rows(), strict=True):
-            column[row] = parts[key].rows()
+            column[row] = found[_same(key)].rows()
         return merged
 
     def _latest(self, table: KeyedTable, frame: pl.DataFrame) -> pl.DataFrame:
@@ -163,15 +169,25 @@ class TopK(KeyedOperator):
         for name in others:
             column = table.column(name)
             values = frame[name]
-            column[rows] = _as_objects(values) if column.dtype == object else values.to_numpy()
+            if column.dtype == object:
+                column[rows] = _as_objects(values)
+            else:
+                column[rows] = values.fill_null(0).to_numpy()
+                table.column(_ABSENT + name)[rows] = values.is_null().to_numpy()
         live = table.live_rows()
-        everything = table.keys(live).with_columns(
-            pl.Series(c, table.column(c)[live].tolist(), dtype=self.schema[c]) for c in others
-        )
+        everything = table.keys(live).with_columns(self._stored(table, c, live) for c in others)
         everything = everything.select(self.schema.names())
         if self.group:
             everything = everything.join(frame.select(self.group).unique(), on=self.group, how="semi", nulls_equal=True)
         return self._best(everything)
+
+    def _stored(self, table: KeyedTable, name: str, rows: np.ndarray) -> pl.Series:
+        column = table.column(name)
+        if column.dtype == object:
+            return pl.Series(name, column[rows].tolist(), dtype=self.schema[name])
+        values = pl.Series(name, column[rows]).cast(self.schema[name])
+        absent = table.column(_ABSENT + name)[rows]
+        return values.set(pl.Series(absent), None) if absent.any() else values
 
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -184,6 +200,11 @@ class TopK(KeyedOperator):
 
     def describe(self) -> str:
         return f"top {self.k} by {self.by}" + (f" per {', '.join(self.group)}" if self.group else "")
+
+
+def _same(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A group as a key of a dict: NaN is not equal to itself, and here it must be."""
+    return tuple("\0nan" if value != value else value for value in key)
 
 
 def _as_objects(values: pl.Series) -> np.ndarray:

@@ -1,13 +1,14 @@
 """Event-time windows, tumbling and hopping, shared by panes.
 
-Time is cut into panes of gcd(size, every); a row is counted once, in its pane, and a window is put together from its panes when
-the watermark passes its end.
+Time is cut into panes of gcd(size, every); a row is counted once, in its pane, and a window is put together from its
+panes when the watermark passes its end.
 
-**What is late does not depend on epochs.** The watermark *at a row* is the greatest event time of the rows up to it in source order, less
-the lateness. A row counts for those of its windows that are still open at its own watermark: ``lo`` is the end of the first such
-window, and rows of one pane with different ``lo`` are kept apart. Before the exchange a task knows only its own split; the container
-adds what the splits before it saw (``Arrival.watermark``). So the cut into epochs or splits changes when a window is emitted, never
-what is in it. A row whose windows are all closed is late: dropped, and counted. A row without a time is counted as late too.
+**What is late does not depend on epochs.** The watermark *at a row* is the greatest event time of the rows up to it in
+source order, less the lateness. A row counts for those of its windows that are still open at its own watermark: ``lo``
+is the end of the first such window, and rows of one pane with different ``lo`` are kept apart. Before the exchange a
+task knows only its own split; the container adds what the splits before it saw (``Arrival.watermark``). So the cut
+into epochs or splits changes when a window is emitted, never what is in it. A row whose windows are all closed is
+late: dropped, and counted. A row without a time is counted as late too.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ class WindowAggregate(KeyedOperator):
             else:
                 self._merge(table, in_order(open_arrivals))
         if tick.watermark > tick.watermark_before:
-            return Applied(self._close(table, tick.watermark), late)
+            return Applied(self._close(table, tick.watermark_before, tick.watermark), late)
         return Applied(pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}), late)
 
     def _hold_back(self, frame: pl.DataFrame, watermark: int) -> tuple[pl.DataFrame, int]:
@@ -224,8 +225,10 @@ class WindowAggregate(KeyedOperator):
         table.column("__p")[rows] = pane
         table.column("__l")[rows] = lo
 
-    def _close(self, table: KeyedTable, watermark: int) -> pl.DataFrame:
-        """Emit every window that ends at or before the watermark, then forget the panes no window needs."""
+    def _close(self, table: KeyedTable, before: int, watermark: int) -> pl.DataFrame:
+        """Emit every window whose end the watermark has passed since ``before``, then forget the panes no window
+        needs.
+        """
         w = self.window
         rows = table.live_rows()
         lo = table.column("__l")[rows]
@@ -239,7 +242,7 @@ class WindowAggregate(KeyedOperator):
         ends: list[np.ndarray] = []
         for j in range(w.per_row):
             end = lo + j * w.every_us
-            mask = end <= until
+            mask = (end > before) & (end <= until)  # a pane outlives the first of its windows
             picked.append(np.nonzero(mask)[0])
             ends.append(end[mask])
         index, end = np.concatenate(picked), np.concatenate(ends)
@@ -255,9 +258,7 @@ class WindowAggregate(KeyedOperator):
         hashes = hash_columns(whole, self.key)
         table.delete(rows[last <= watermark])
         stamp = pl.col(WINDOW_END).cast(pl.Datetime("us"))
-        out = whole.with_columns(pl.Series(ORDER, hashes, dtype=pl.UInt64)).sort(
-            ORDER, WINDOW_END, maintain_order=True
-        )
+        out = whole.with_columns(pl.Series(ORDER, hashes, dtype=pl.UInt64)).sort(ORDER, WINDOW_END, maintain_order=True)
         return out.select(
             *self.key,
             (pl.col(WINDOW_END) - w.size_us).cast(pl.Datetime("us")).alias(WINDOW_START),

@@ -1,8 +1,9 @@
 """The Spark engine: a (stage, epoch) is one Spark job.
 
-A source stage, and every keyed stage that feeds another, runs up to its shuffle files and no further; a last stage runs as an ordinary job. Control
-records come back with the tasks' results. Shuffle partitions are numbered over the containers of *all* keyed stages, so that every shuffle of a job
-has the same partitioner, and the inputs of a stage with several upstream stages are united partition by partition.
+A source stage, and every keyed stage that feeds another, runs up to its shuffle files and no further; a last stage
+runs as an ordinary job. Control records come back with the tasks' results. Shuffle partitions are numbered over the
+containers of *all* keyed stages, so that every shuffle of a job has the same partitioner, and the inputs of a stage
+with several upstream stages are united partition by partition.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ from penstock.state.store import Store
 EXECUTORS_WAIT_S = 60.0
 ONE_THREAD = {
     name: "1"
-    for name in ("POLARS_MAX_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "ARROW_NUM_THREADS")
+    for name in (
+        "POLARS_MAX_THREADS",
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "ARROW_NUM_THREADS",
+    )
 }
 _decode_report = msgspec.msgpack.Decoder(TaskReport).decode
 
@@ -68,6 +75,7 @@ class SparkEngine:
         self.nodes_of_attempt = -1
         self.slots: dict[tuple[str, int, str], Any] = {}
         self.placements: dict[tuple[int, str | None], Any] = {}
+        self.source_tasks: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[int, str], Output] = {}
         self.group = f"penstock-{self.run_id}"
         self.pool = ThreadPoolExecutor(16, thread_name_prefix="penstock-job")
@@ -101,8 +109,8 @@ class SparkEngine:
         except Exception as error:
             raise FlowError(
                 f"the flow cannot be sent to Spark's workers: {type(error).__name__}: {error}.",
-                remedy="A function of the flow refers to something that cannot be pickled (an open file, a connection, a lock); "
-                "make it inside the function instead.",
+                remedy="A function of the flow refers to something that cannot be pickled (an open file, a connection, "
+                "a lock); make it inside the function instead.",
             ) from error
         self.plan_broadcast = sc.broadcast(pickled)
         self.accumulator = sc.accumulator([], ReportsParam())
@@ -123,7 +131,7 @@ class SparkEngine:
             settled.wait(0.1)
         raise EngineError(
             f"no executor came up on {master} within {EXECUTORS_WAIT_S:.0f} s.",
-            remedy="Check that the master has workers with free cores and memory, and that they can reach this machine.",
+            remedy="Check that the master has workers with free cores and memory that can reach this machine.",
         )
 
     def _refresh_nodes(self) -> None:
@@ -148,9 +156,7 @@ class SparkEngine:
         with self.lock:
             found = self.slots.get(key)
         if found is None:
-            task = SlotTask(
-                self.run_id, self.job_id, stage, index, self.plan_broadcast, self.store, self.accumulator
-            )
+            task = SlotTask(self.run_id, self.job_id, stage, index, self.plan_broadcast, self.store, self.accumulator)
             # Tasks of sources keep nothing, so any idle worker will do; a container's must find its own process again.
             dedicated = self.plan.by_id[StageId(stage)].stateful
             slot = f"{self.run_id}:{stage}:{index}" if dedicated else self.run_id
@@ -173,7 +179,9 @@ class SparkEngine:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def run_stage(self, command: RunStage, routing: RoutingTable, splits: list[dict[str, Any]]) -> None:
-        self.pool.submit(self._guard, command.epoch, command.stage, command.attempt, self._run, command, routing, splits)
+        self.pool.submit(
+            self._guard, command.epoch, command.stage, command.attempt, self._run, command, routing, splits
+        )
 
     def flush(self, command: Flush, routing: RoutingTable) -> None:
         self.pool.submit(self._guard, command.epoch, StageId("flush"), command.attempt, self._flush, command, routing)
@@ -191,8 +199,8 @@ class SparkEngine:
         for output in gone:
             self.pool.submit(self.jvm.forget_shuffle, output.shuffle_id)
 
-    def counters(self) -> Mapping[str, float]:
-        return {"state_misses": self.misses}
+    def node_of(self, container: int) -> str:
+        return self._node(container)[0]
 
     def _guard(self, epoch: Epoch, stage: StageId, attempt: Attempt, work: Callable[..., Event], *args: Any) -> None:
         """Exactly one event for each command, whatever happens."""
@@ -225,8 +233,12 @@ class SparkEngine:
         return StageDone(time.monotonic(), command.epoch, command.stage, command.attempt, reports, elapsed)
 
     def _tasks(self, stage: Stage, command: RunStage, count: int, offsets: Mapping[str, int]) -> Any:
-        """One RDD for each slot, united."""
+        """One RDD for each slot, united. Those of a source never change: nothing of an epoch is in them."""
         if stage.source is not None:
+            with self.lock:
+                known = self.source_tasks.get((stage.id, count))
+            if known is not None:
+                return known
             parents = [self._placed(1, i) for i in range(count)]
         else:
             with self.lock:
@@ -236,7 +248,11 @@ class SparkEngine:
             if self.nodes[0][1] is not None:
                 sent = sum(u.tasks for u in ups)
                 parents = [self.jvm.zipped(self._placed(sent, i), p) for i, p in enumerate(parents)]
-        return self.jvm.union([self.jvm.python(p, self._slot(stage.id, i)) for i, p in enumerate(parents)])
+        tasks = self.jvm.union([self.jvm.python(p, self._slot(stage.id, i)) for i, p in enumerate(parents)])
+        if stage.source is not None:
+            with self.lock:
+                self.source_tasks[stage.id, count] = tasks
+        return tasks
 
     def _flush(self, command: Flush, routing: RoutingTable) -> Event:
         specs = flush_specs(command, self.plan, routing)
@@ -268,10 +284,12 @@ class SparkEngine:
                 return
             self.nodes_of_attempt = attempt
             self.outputs.clear()
+            self.source_tasks.clear()
         self._refresh_nodes()
 
     def _collect(self, stage: str, epoch: int, attempt: int, count: int) -> tuple[TaskReport, ...]:
-        """The control records of a job that has just ended. Spark hands over a task's before it says the job is done."""
+        """The control records of a job that has just ended. Spark hands over a task's before it says the job is done.
+        """
         with self.lock:
             self.reports += self.accumulator.value
             self.accumulator.value = []

@@ -1,15 +1,18 @@
 """Every touch of PySpark's private parts, in one place.
 
-Penstock runs Python on raw shuffle blocks, on executors of its choice, in worker processes of its choice. PySpark has all that inside, but
-not in its public interface. What is used:
+Penstock runs Python on raw shuffle blocks, on executors of its choice, in worker processes of its choice. PySpark has
+all that inside, but not in its public interface. What is used:
 
-* ``PythonRDD``, ``PairwiseRDD``, ``PythonPartitioner``, ``SimplePythonFunction``: raw bytes through Python and the shuffle, without pickling;
+* ``PythonRDD``, ``PairwiseRDD``, ``PythonPartitioner``, ``SimplePythonFunction``: raw bytes through Python and the
+  shuffle, without pickling;
 * ``SparkContext.submitMapStage``: runs a stage up to its shuffle files, without a result stage after it;
 * ``ParallelCollectionRDD`` with location preferences, zipped to a shuffle: tasks run on the executor we name;
-* ``PartitionPruningRDD``: one RDD for each slot, so that each may have environment variables, and so a Python worker, of its own;
+* ``PartitionPruningRDD``: one RDD for each slot, so that each may have environment variables, and so a Python worker,
+  of its own;
 * the context cleaner: shuffle files go when their epoch is done, not when the JVM collects garbage.
 
-``self_check`` looks for each of them at start-up, so that another PySpark fails with a sentence and not in the middle of a job.
+``self_check`` looks for each of them at start-up, so that another PySpark fails with a sentence and not in the middle
+of a job.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
 
 SUPPORTED = "4.3"
 PARTITIONER_ID = 7_365_737_402
-"""Any constant: partitioners with one id and one size are equal, which is what lets shuffles be united partition by partition."""
+"""Any constant: partitioners with one id and one size are equal, which is what lets shuffles be united partition by
+partition.
+"""
 
 
 def self_check() -> list[str]:
@@ -44,6 +49,13 @@ def self_check() -> list[str]:
     ):
         problems += [f"{module.__name__} has no {n} any more." for n in names if not hasattr(module, n)]
     return problems
+
+
+def running_context() -> SparkContext | None:
+    """The SparkContext of this process, if one runs."""
+    from pyspark import SparkContext
+
+    return SparkContext._active_spark_context
 
 
 class Jvm:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -38,12 +40,28 @@ DEFAULTS = {
     "spark.ui.retainedStages": "20",
     "spark.ui.retainedTasks": "200",
     "spark.sql.ui.retainedExecutions": "10",
+    "spark.ui.liveUpdate.period": "10s",
     "spark.cleaner.periodicGC.interval": "5min",
     "spark.rdd.compress": "false",
-    "spark.log.level": "ERROR",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
+
+
+LOG4J = """\
+rootLogger.level = error
+rootLogger.appenderRef.stderr.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n%ex{short}
+# Failures of tasks and executors are events of ours: the controller decides, the status tells.
+logger.executor.name = org.apache.spark.executor
+logger.executor.level = off
+logger.tasks.name = org.apache.spark.scheduler
+logger.tasks.level = off
+"""
 
 
 def is_local(master: str) -> bool:
@@ -60,14 +78,11 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
     problems = private.self_check()
     if problems:
         raise MachineError(problems[0], remedy=f"Install it: pip install 'pyspark=={private.SUPPORTED}.0'.")
-    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
-    existing = SparkContext._active_spark_context
+    existing = private.running_context()
     if existing is not None:
-        missing = [
-            k for k in ("spark.python.unix.domain.socket.enabled",) if existing.getConf().get(k) != DEFAULTS[k]
-        ]
+        missing = [k for k in ("spark.python.unix.domain.socket.enabled",) if existing.getConf().get(k) != DEFAULTS[k]]
         notices = [f"using the Spark session that is already running on {existing.master}."]
         notices += [f"it would be faster with {k}={DEFAULTS[k]}." for k in missing]
         return SparkSession.builder.getOrCreate(), False, notices
@@ -79,6 +94,9 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
     settings = dict(DEFAULTS)
     if not single_machine(config.master):
         del settings["spark.driver.host"], settings["spark.driver.bindAddress"]
+    else:
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # or Spark warns about the host's name
+    settings["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_quiet_logging()}"
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
     settings.update(config.spark)
     builder: Any = SparkSession.builder.master(config.master).appName(name)
@@ -92,14 +110,22 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
             remedy="Check the address and that the master runs; 'penstock doctor' looks at this machine.",
             master=config.master,
         ) from None
-    session.sparkContext.setLogLevel(settings["spark.log.level"])
     return session, True, []
+
+
+def _quiet_logging() -> str:
+    """Spark greets with warnings before its log level can be set. Errors that matter come to the user as ours."""
+    path = Path(tempfile.mkdtemp(prefix="penstock-log4j-")) / "log4j2.properties"
+    path.write_text(LOG4J)
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    return str(path)
 
 
 def ship_package(sc: SparkContext) -> None:
     """Send this very package to the executors: they need no installation of it."""
     source = Path(__file__).resolve().parents[2]
     target = Path(tempfile.mkdtemp(prefix="penstock-ship-")) / "penstock-shipped.zip"
+    atexit.register(shutil.rmtree, target.parent, ignore_errors=True)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(source.rglob("*.py")):
             archive.write(path, Path("penstock") / path.relative_to(source))

@@ -1,0 +1,402 @@
+"""What the benchmarks share: contenders in processes of their own, their memory, the arithmetic, the input.
+
+**Why a process for each contender.** One Python process can hold one Spark context only, a JVM that one contender has
+warmed up would favour the next, and memory can be told apart only by process. So a benchmark starts
+``python -m benchmarks.<name> --contender NAME --args JSON``, and the child prints exactly one line of JSON when it has
+measured. Memory is watched from outside until that line comes; what the child does after it (writing down its final
+state, so that the parent can verify it) is not counted.
+
+**Why ratios of each round.** Shared machines have slow minutes. Contenders run in turn (A B C A B C), each ratio is
+that of neighbours in time, and the median over the rounds is what we report. All rounds are in the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import psutil
+
+from penstock.connectors.generator import make_vocabulary
+from penstock.errors import EngineError
+
+Figures = dict[str, Any]
+Row = dict[str, Any]
+Contender = Callable[[dict[str, Any]], Iterator[Figures]]
+"""Yields its figures once; what it does when it is resumed is not measured."""
+
+ROOT = Path(__file__).resolve().parent.parent
+MASTER = "local[2]"
+DRIVER_MEMORY = "2g"
+"""The same for every contender: how much memory a JVM takes depends on how much it may."""
+VOCABULARY = 300_000
+ZIPF = 1.0
+ROW_GROUPS = 4
+"""Of an input file: both engines can cut it in two."""
+CONTENDER_S_MAX = 900.0
+
+_SAMPLE_S = 0.2
+_SAMPLES_PER_PSS = 5
+_PICTURES = (".png", ".svg")
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def ratio(rows: Sequence[Row], figure: str, ours: str, theirs: str, **where: Any) -> float | None:
+    """Median over the rounds of ``ours / theirs``, both of the same round. ``where`` selects rows. None: no pair."""
+    by_round: dict[Any, dict[str, float]] = {}
+    for row in rows:
+        if row.get(figure) is not None and all(row.get(key) == value for key, value in where.items()):
+            by_round.setdefault(row["round"], {})[row["contender"]] = float(row[figure])
+    pairs = [(found[ours], found[theirs]) for found in by_round.values() if ours in found and theirs in found]
+    return rounded(statistics.median(a / b for a, b in pairs)) if pairs else None
+
+
+def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """Slope and r squared of the least-squares line; a slope of 0 when there is nothing to draw a line through."""
+    if len(xs) < 2 or len(set(xs)) < 2:
+        return 0.0, 0.0
+    fitted = statistics.linear_regression(xs, ys)
+    if len(set(ys)) < 2:
+        return 0.0, 1.0
+    return fitted.slope, statistics.correlation(xs, ys) ** 2
+
+
+def slope_per_1000(epochs: Sequence[float], values: Sequence[float]) -> float:
+    """How much a value grows in 1,000 epochs, over the second half of a run: the first is where caches fill."""
+    half = len(epochs) // 2
+    return rounded(line(epochs[half:], values[half:])[0] * 1000)
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """To so many significant digits: more would pretend to know them."""
+    return float(f"{value:.{digits}g}")
+
+
+def warm_up(batches: int) -> int:
+    """How many of the first batches are not measured: a quarter."""
+    return max(1, batches // 4)
+
+
+def batch_figures(ends_s: Sequence[float], batch_ms: Sequence[float], rows: Sequence[int], warm: int) -> Figures:
+    """Throughput and batch times after the warm-up. ``ends_s``: when each batch was done, on any clock."""
+    span = ends_s[-1] - ends_s[warm - 1]
+    measured = list(batch_ms[warm:])
+    return {
+        "rows_s": round(sum(rows[warm:]) / span),
+        "batch_ms_p50": rounded(statistics.median(measured)),
+        "batch_ms_p99": rounded(percentile(measured, 0.99)),
+    }
+
+
+# --- the machine --------------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """What a figure must be read with."""
+    return {
+        "cores": os.cpu_count() or 1,
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+        "java": _java(),
+        **{name: _version(name) for name in ("pyspark", "polars", "pyarrow")},
+        "os": f"{platform.system()} {platform.release()}",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _java() -> str:
+    home = os.environ.get("JAVA_HOME")
+    java = os.path.join(home, "bin", "java") if home else "java"
+    try:
+        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return "not found"
+    found = re.search(r'version "([^"]+)"', said.stderr + said.stdout)
+    return found[1] if found else "unknown"
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and all below it."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def rss_mb(processes: Sequence[psutil.Process]) -> float:
+    return sum(_memory(process, "rss") for process in processes) / 2**20
+
+
+def pss_mb(processes: Sequence[psutil.Process]) -> float:
+    """Pages that several processes share are counted once; 0 where the system does not tell."""
+    return sum(_memory(process, "pss") for process in processes) / 2**20
+
+
+def _memory(process: psutil.Process, kind: str) -> int:
+    try:
+        found = process.memory_info() if kind == "rss" else process.memory_full_info()
+    except psutil.Error:  # it has ended, or is another user's
+        return 0
+    return int(getattr(found, kind, 0))
+
+
+class MemoryWatch(threading.Thread):
+    """Peak memory of a process tree, five samples a second.
+
+    PSS, which does not count the pages that forked workers share over and over, makes the kernel walk the page
+    tables: one sample in five.
+    """
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(name="memory-watch", daemon=True)
+        self.pid = pid
+        self.rss_mb = 0.0
+        self.pss_mb = 0.0
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        count, processes = 0, tree(self.pid)
+        while not self._over.is_set():
+            if count % _SAMPLES_PER_PSS == 0:
+                processes = tree(self.pid)
+                self.pss_mb = max(self.pss_mb, pss_mb(processes))
+            self.rss_mb = max(self.rss_mb, rss_mb(processes))
+            count += 1
+            self._over.wait(_SAMPLE_S)
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def figures(self) -> Figures:
+        """``memory_mb`` is what we compare: PSS, or RSS where there is no PSS."""
+        return {"memory_mb": round(self.pss_mb or self.rss_mb), "rss_mb": round(self.rss_mb)}
+
+
+# --- contenders ---------------------------------------------------------------------------------------------------
+
+
+def note(text: str) -> None:
+    """Progress. Standard output belongs to the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """A directory that is gone afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def run_contender(
+    module: str, contender: str, args: Mapping[str, Any], work: Path, *, seconds_max: float = CONTENDER_S_MAX
+) -> Figures:
+    """Run a contender in a process of its own, in directory ``work``, and give its figures with its peak memory."""
+    work.mkdir(parents=True, exist_ok=True)
+    log = work / "contender.log"
+    command = [sys.executable, "-m", module, "--contender", contender, "--args", json.dumps(dict(args))]
+    figures: Figures | None = None
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command, cwd=work, env=_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        watch = MemoryWatch(process.pid)
+        limit = threading.Timer(seconds_max, _kill_tree, [process.pid])
+        watch.start()
+        limit.start()
+        try:
+            assert process.stdout is not None
+            for text in process.stdout:
+                if text.startswith('{"contender"'):
+                    watch.stop()
+                    figures = json.loads(text)
+            process.wait()
+        finally:
+            limit.cancel()
+            watch.stop()
+            watch.join()
+            _kill_tree(process.pid)
+            process.stdout.close()  # type: ignore[union-attr]
+            process.wait()
+    if figures is None or process.returncode != 0:
+        said = log.read_text(errors="replace").strip().splitlines()[-15:]
+        raise EngineError(
+            f"contender '{contender}' of {module} ended with code {process.returncode} and "
+            f"{'no figures' if figures is None else 'figures, but then failed'}:\n" + "\n".join(said),
+            remedy=f"Run it alone to see more: {sys.executable} -m {module} --contender {contender} --args ...",
+            contender=contender,
+        )
+    del figures["contender"]
+    return {**figures, **watch.figures()}
+
+
+def contender_main(module: str) -> None:
+    """The child's side: ``if __name__ == "__main__": common.contender_main("benchmarks.words")``.
+
+    The module is imported under its own name, so that workers can import what is pickled from it.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument("--contender", required=True)
+    parser.add_argument("--args", default="{}", type=json.loads)
+    given = parser.parse_args()
+    contenders: Mapping[str, Contender] = importlib.import_module(module).CONTENDERS
+    for figures in contenders[given.contender](given.args):
+        print(json.dumps({"contender": given.contender, **figures}), flush=True)
+
+
+def in_turn(contenders: Sequence[str], rounds: int, run: Callable[[str, int], Figures], **also: Any) -> list[Row]:
+    """Rounds of all contenders in turn, each with one fresh row of figures."""
+    rows = []
+    for number in range(1, rounds + 1):
+        for contender in contenders:
+            figures = run(contender, number)
+            rows.append({"contender": contender, **also, "round": number, **figures})
+            shown = ", ".join(f"{key} {value}" for key, value in figures.items() if not isinstance(value, list | dict))
+            note(f"round {number} of {rounds}, {contender}: {shown}")
+    return rows
+
+
+def finish(
+    bench: str,
+    rows: Sequence[Row],
+    ratios: Mapping[str, float | None],
+    notes: Sequence[str],
+    out: Path | None,
+    draw: Callable[[Path], Any],
+    **more: Any,
+) -> dict[str, Any]:
+    """The result. With ``out`` it is also written there, a picture beside it; or only the picture, by out's ending."""
+    result = {
+        "bench": bench,
+        "machine": machine(),
+        "rows": [dict(row) for row in rows],
+        "ratios": {name: value for name, value in ratios.items() if value is not None},
+        "notes": list(notes),
+        **more,
+    }
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix.lower() not in _PICTURES:
+            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        draw(out if out.suffix.lower() in _PICTURES else out.with_suffix(".svg"))
+    return result
+
+
+def medians(rows: Sequence[Row], figure: str, *, group: str | None = None) -> list[dict[str, Any]]:
+    """Median of a figure for each contender (and group), as ``plot_bars`` wants it."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row.get(figure) is not None:
+            found.setdefault((row["contender"], str(row[group]) if group else ""), []).append(float(row[figure]))
+    return [
+        {"label": label, "value": statistics.median(values), **({"group": name} if group else {})}
+        for (label, name), values in found.items()
+    ]
+
+
+def _environment() -> dict[str, str]:
+    """The child imports what we can, and no setting of this shell's Penstock changes what is measured."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+    paths = [str(ROOT), str(ROOT / "src"), *(path for path in sys.path if path and os.path.exists(path))]
+    # Where there are more than two cores, nobody's polars may use them.
+    return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "POLARS_MAX_THREADS": "2"}
+
+
+def _kill_tree(pid: int) -> None:
+    for process in reversed(tree(pid)):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+# --- input --------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _words() -> tuple[pl.Series, np.ndarray[Any, Any]]:
+    """The words and the cumulative probabilities of their ranks."""
+    cumulative = np.cumsum(np.arange(1, VOCABULARY + 1, dtype=np.float64) ** -ZIPF)
+    cumulative /= cumulative[-1]
+    cumulative[-1] = 1.0
+    return pl.Series("word", make_vocabulary(VOCABULARY), dtype=pl.String), cumulative
+
+
+def zipf_words(rows: int, rng: np.random.Generator) -> pl.Series:
+    """Words by Zipf's law: the r-th of the vocabulary comes with a weight of 1 / r."""
+    vocabulary, cumulative = _words()
+    return vocabulary.gather(np.searchsorted(cumulative, rng.random(rows), side="right").astype(np.uint32))
+
+
+def numbered_words(first: int, rows: int, rng: np.random.Generator) -> pl.DataFrame:
+    """For ``ps.generator``: words with the numbers of their rows."""
+    return pl.DataFrame({"word": zipf_words(rows, rng), "i": np.arange(first, first + rows, dtype=np.int64)})
+
+
+def write_words(folder: Path, files: int, rows_each: int, *, seed: int = 1) -> pl.DataFrame:
+    """Parquet files of words, each one batch. Gives the true final counts: word, n."""
+    folder.mkdir(parents=True)
+    note(f"writing {files} files of {rows_each:,} words")
+    counts: list[pl.DataFrame] = []
+    for number in range(files):
+        words = zipf_words(rows_each, np.random.default_rng([seed, number]))
+        frame = pl.DataFrame({"word": words})
+        frame.write_parquet(
+            folder / f"{number:05d}.parquet", compression="snappy", row_group_size=-(-rows_each // ROW_GROUPS)
+        )
+        counts.append(frame.group_by("word").agg(n=pl.len().cast(pl.Int64)))
+    return pl.concat(counts).group_by("word").agg(pl.col("n").sum()).sort("word")
+
+
+def check_counts(found: pl.DataFrame, truth: pl.DataFrame, contender: str) -> None:
+    """A figure of a wrong answer is worth nothing: every count of every word must be right."""
+    have = found.select("word", pl.col("n").cast(pl.Int64)).sort("word")
+    if have.equals(truth):
+        return
+    wrong = truth.join(have, on="word", how="full", suffix="_found", coalesce=True).filter(
+        pl.col("n").ne_missing(pl.col("n_found"))
+    )
+    raise EngineError(
+        f"contender '{contender}' counted wrongly: {have['n'].sum():,} words in {have.height:,} keys, "
+        f"where {truth['n'].sum():,} in {truth.height:,} are right; {wrong.height:,} keys differ, such as "
+        f"{wrong.head(1).to_dicts()}.",
+        remedy="Its figures were thrown away. Please report this.",
+        contender=contender,
+    )

@@ -1,0 +1,228 @@
+"""A running count of words: Penstock against Structured Streaming with both of its state stores.
+
+Everyone reads the same Parquet files, one file a batch, keeps 300,000 keys of state, checkpoints, throws the updates
+away, and has two cores and the same driver memory. Structured Streaming is set up as a user who knows it would: two
+shuffle partitions for two cores, files cut so that both cores read, update mode, no UI. It makes its state durable with
+every batch; Penstock every two seconds, in the background, and repeats the epochs since then after a failure.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from benchmarks import common
+from benchmarks.common import Figures, Row
+
+SUMMARY = "Running word count: words a second, batch time and memory, against Structured Streaming."
+
+MODULE = "benchmarks.words"
+PEERS = {"default_store": "structured_default", "rocksdb": "structured_rocksdb"}
+ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+OPERATOR = "counts"
+
+
+def run(quick: bool, out: Path | None) -> dict[str, Any]:
+    """See README.md. Quick: 12 batches of 500,000 words, one round."""
+    sizes = [(500_000, 12)] if quick else [(500_000, 40), (2_000_000, 16)]
+    rows: list[Row] = []
+    with common.workplace() as place:
+        for batch_words, batches in sizes:
+            rows += measure(place / str(batch_words), batch_words, batches, rounds=1 if quick else 3)
+    notes = [
+        "rows_s: words of the batches after the first quarter, by their wall time.",
+        "batch_ms: from planned to published (Penstock, two epochs overlap), triggerExecution (Structured Streaming).",
+        "State is durable after every batch in Structured Streaming, every 2 s in Penstock.",
+        "polars_bare is no contender: the same counting in one process, no engine, no checkpoint.",
+        "Every final count of every word was compared with the truth, for each run.",
+    ]
+
+    def draw(path: Path) -> None:
+        from penstock.observe.plot import plot_bars
+
+        bars = common.medians(rows, "rows_s", group="batch_words")
+        plot_bars(bars, path, "Running word count, 300,000 keys, local[2]", "words a second")
+
+    return common.finish("words", rows, ratios(rows), notes, out, draw)
+
+
+def measure(place: Path, batch_words: int, batches: int, rounds: int) -> list[Row]:
+    """All rounds for one batch size."""
+    truth = common.write_words(place / "in", batches, batch_words)
+
+    def one(contender: str, number: int) -> Figures:
+        return checked_run(MODULE, contender, place, batch_words, batches, truth)
+
+    return common.in_turn(list(CONTENDERS), rounds, one, batch_words=batch_words)
+
+
+def checked_run(
+    module: str, contender: str, place: Path, batch_words: int, batches: int, truth: pl.DataFrame
+) -> Figures:
+    """One contender over the files in ``place / "in"``, its final counts verified. Leaves nothing behind."""
+    work = place / "work"
+    args = {"input": str(place / "in"), "batch_words": batch_words, "batches": batches, "work": str(work)}
+    figures = common.run_contender(module, contender, args, work)
+    common.check_counts(pl.read_parquet(work / "counts" / "*.parquet"), truth, contender)
+    shutil.rmtree(work, ignore_errors=True)
+    return figures
+
+
+def ratios(rows: list[Row]) -> dict[str, float | None]:
+    """Throughput: ours / theirs, more is better. Latency and memory: ours / theirs, less is better."""
+    found: dict[str, float | None] = {}
+    for size, suffix in ((500_000, ""), (2_000_000, "_2m")):
+        for name, peer in PEERS.items():
+            found[f"vs_{name}{suffix}"] = common.ratio(rows, "rows_s", "penstock", peer, batch_words=size)
+            found[f"latency_vs_{name}{suffix}"] = common.ratio(rows, "batch_ms_p50", "penstock", peer, batch_words=size)
+            found[f"memory_vs_{name}{suffix}"] = common.ratio(rows, "memory_mb", "penstock", peer, batch_words=size)
+    return found
+
+
+# --- contenders ---------------------------------------------------------------------------------------------------
+
+
+def penstock(args: dict[str, Any]) -> Iterator[Figures]:
+    """Also run by other benchmarks, with other ``settings``."""
+    import penstock as ps
+
+    work = Path(args["work"])
+    flow = ps.Flow("words")
+    source = flow.source("lines", ps.files(f"{args['input']}/*.parquet"))
+    source.key_by("word").aggregate(OPERATOR, n=ps.count()).sink("out", ps.discard())
+    settings = {"checkpoint_interval_s": 2.0, **args.get("settings", {})}
+    job = ps.run(
+        flow,
+        master=common.MASTER,
+        epoch_rows=args["batch_words"],
+        checkpoint=str(work / "checkpoint"),
+        spark={"spark.driver.memory": common.DRIVER_MEMORY, "spark.local.dir": str(work / "spark")},
+        **settings,
+    )
+    job.wait()
+    status = job.status()
+    history = [entry for entry in status.history if entry["rows"]]
+    assert len(history) == args["batches"], f"{len(history)} epochs of {args['batches']}"
+    figures = common.batch_figures(
+        [entry["at_s"] for entry in history],
+        [entry["ms"] for entry in history],
+        [entry["rows"] for entry in history],
+        common.warm_up(len(history)),
+    )
+    checkpoints = {"checkpoints": status.checkpoints, "checkpoint_mb": round(status.checkpoint_bytes / 1e6, 1)}
+    yield {**figures, "state_rows": status.state_rows, **checkpoints}
+    _save(final_counts(work / "checkpoint"), work)
+
+
+def final_counts(checkpoint: Path) -> pl.DataFrame:
+    """Word and n in the newest checkpoint, put together from its files as a recovery would."""
+    from penstock.state.checkpoint import Manifest, merge_frames
+    from penstock.state.codec import decode, select_slices
+    from penstock.state.table import DELETED, HASH
+
+    newest = max((checkpoint / "manifests").iterdir())
+    frames = []
+    for file in Manifest.from_bytes(newest.read_bytes(), str(newest)).files[OPERATOR]:
+        meta, frame = decode((checkpoint / file.name).read_bytes(), file.name)
+        frames.append(select_slices(meta, frame, file.slices))
+    merged = merge_frames(frames, ["word"], drop_deleted=True).drop(HASH, DELETED)
+    (value,) = set(merged.columns) - {"word"}
+    return merged.select("word", n=pl.col(value).cast(pl.Int64))
+
+
+def structured_default(args: dict[str, Any]) -> Iterator[Figures]:
+    return _structured(args, {})
+
+
+def structured_rocksdb(args: dict[str, Any]) -> Iterator[Figures]:
+    prefix = "spark.sql.streaming.stateStore"
+    return _structured(
+        args, {f"{prefix}.providerClass": ROCKSDB, f"{prefix}.rocksdb.changelogCheckpointing.enabled": "true"}
+    )
+
+
+def _structured(args: dict[str, Any], settings: dict[str, str]) -> Iterator[Figures]:
+    from pyspark.sql import SparkSession
+
+    work = Path(args["work"])
+    conf = {
+        "spark.driver.memory": common.DRIVER_MEMORY,
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.local.dir": str(work / "spark"),
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "ERROR",
+        "spark.sql.shuffle.partitions": "2",
+        # Spark adds 4 MB to the size of every file before it cuts: with that, one core would read a batch alone.
+        "spark.sql.files.openCostInBytes": "65536",
+        # Streaming queries with state switch it off themselves, with a warning.
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.streaming.numRecentProgressUpdates": str(args["batches"] + 10),
+        **settings,
+    }
+    builder: Any = SparkSession.builder
+    builder = builder.master(common.MASTER).appName("words")
+    for key, value in conf.items():
+        builder = builder.config(key, value)
+    spark: Any = builder.getOrCreate()
+    checkpoint = str(work / "checkpoint")
+    lines = spark.readStream.schema("word string").option("maxFilesPerTrigger", 1).parquet(args["input"])
+    counts = lines.groupBy("word").count()
+    writer = counts.writeStream.format("noop").outputMode("update").option("checkpointLocation", checkpoint)
+    query = writer.trigger(availableNow=True).start()
+    query.awaitTermination()
+    yield structured_figures([p for p in query.recentProgress if p["numInputRows"]], args["batches"])
+    state = spark.read.format("statestore").load(checkpoint)
+    state.selectExpr("key.word as word", "value.count as n").write.parquet(str(work / "counts"))
+    spark.stop()
+
+
+def structured_figures(progress: list[Any], batches: int) -> Figures:
+    """The same figures from Structured Streaming's own record of each batch."""
+    assert len(progress) == batches, f"{len(progress)} batches of {batches}"
+    times = [float(p["durationMs"]["triggerExecution"]) for p in progress]
+    begins = [dt.datetime.fromisoformat(p["timestamp"]).timestamp() for p in progress]
+    ends = [begin + ms / 1000 for begin, ms in zip(begins, times, strict=True)]
+    rows = [int(p["numInputRows"]) for p in progress]
+    figures = common.batch_figures(ends, times, rows, common.warm_up(batches))
+    return {**figures, "state_rows": progress[-1]["stateOperators"][0]["numRowsTotal"]}
+
+
+def polars_bare(args: dict[str, Any]) -> Iterator[Figures]:
+    """What the counting alone costs: two threads, no engine, no exchange, no checkpoint."""
+    import time
+
+    counts = pl.DataFrame(schema={"word": pl.String(), "n": pl.Int64()})
+    ends, times, rows = [], [], []
+    for path in sorted(Path(args["input"]).glob("*.parquet")):
+        began = time.perf_counter()
+        batch = pl.read_parquet(path)
+        fresh = batch.group_by("word").agg(n=pl.len().cast(pl.Int64))
+        counts = pl.concat([counts, fresh]).group_by("word").agg(pl.col("n").sum())
+        ends.append(time.perf_counter())
+        times.append((ends[-1] - began) * 1000)
+        rows.append(batch.height)
+    yield {**common.batch_figures(ends, times, rows, common.warm_up(len(rows))), "state_rows": counts.height}
+    _save(counts, Path(args["work"]))
+
+
+def _save(counts: pl.DataFrame, work: Path) -> None:
+    (work / "counts").mkdir()
+    counts.write_parquet(work / "counts" / "part.parquet")
+
+
+CONTENDERS: dict[str, common.Contender] = {
+    "penstock": penstock,
+    "structured_default": structured_default,
+    "structured_rocksdb": structured_rocksdb,
+    "polars_bare": polars_bare,
+}
+
+if __name__ == "__main__":
+    common.contender_main(MODULE)

@@ -1,0 +1,265 @@
+"""The demonstration: its schedule, its measurements and its check, each against something simpler; and one real run."""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from rich.console import Console
+
+from penstock import demo
+from penstock.connectors import memory
+from penstock.connectors.generator import WordSource, words
+from penstock.demo import AFTER, BEFORE, STAGE, ArrivalClock, Director, Measured
+from penstock.engines.job import run_local
+from penstock.errors import ConfigError
+from penstock.observe.status import JobStatus
+
+ROOT = Path(__file__).resolve().parents[2]
+START = dt.datetime(2024, 1, 1)
+
+
+def small_source(rows: int | None = None) -> WordSource:
+    return words(vocabulary=60, events_per_s=1000.0, rows=rows, disorder=demo.DISORDER_S)
+
+
+# --- the check ----------------------------------------------------------------------------------------------------
+
+
+def counted_by_hand(source: WordSource, rows: int, until: dt.datetime) -> list[tuple[dt.datetime, str, int]]:
+    """Row by row, window by window: slow, and too simple to be wrong."""
+    windows: dict[dt.datetime, Counter[str]] = {}
+    for word, at in source.read("x", {"first": 0, "last": rows}).frame.iter_rows():
+        seconds = int((at - START) // dt.timedelta(seconds=demo.EVERY_S)) * demo.EVERY_S
+        for end_s in range(seconds + demo.EVERY_S, seconds + demo.WINDOW_S + 1, demo.EVERY_S):
+            end = START + dt.timedelta(seconds=end_s)
+            if end <= until:
+                windows.setdefault(end, Counter())[word] += 1
+    out = []
+    for end in sorted(windows):
+        best = sorted(windows[end].items(), key=lambda entry: (-entry[1], entry[0]))[: demo.TOP]
+        out += [(end, word, n) for word, n in best]
+    return out
+
+
+def test_the_recount_is_what_counting_by_hand_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "RECOUNT_ROWS", 7_001)
+    source, until = small_source(), START + dt.timedelta(seconds=16)
+    assert demo.recount(source, 20_000, until).rows() == counted_by_hand(source, 20_000, until)
+
+
+def output_of(rows: int) -> pl.DataFrame:
+    sink = memory()
+    run_local(demo.build_flow(small_source(rows), sink), epoch_rows=3_000)
+    return sink.frame()
+
+
+def test_the_flow_passes_the_check() -> None:
+    result = demo.verdict(small_source(), 20_000, output_of(20_000))
+    assert result["exact"] is True
+    assert result["windows"] == 15  # the last words come at 00:00:20, in windows up to the one that ends at 00:00:28
+    assert [entry["n"] for entry in result["top"]] == sorted((entry["n"] for entry in result["top"]), reverse=True)
+
+
+def test_the_check_sees_one_wrong_count_and_a_missing_window() -> None:
+    output = output_of(5_000)
+    first = pl.int_range(pl.len()) == 0
+    wrong = output.with_columns(n=pl.when(first).then(pl.col("n") + 1).otherwise(pl.col("n")))
+    assert demo.verdict(small_source(), 5_000, wrong)["exact"] is False
+    missing = output.filter(pl.col("window_end") != START + dt.timedelta(seconds=4))
+    assert missing.height < output.height
+    assert demo.verdict(small_source(), 5_000, missing)["exact"] is False
+    twice = pl.concat([output, output.head(1)])
+    assert demo.verdict(small_source(), 5_000, twice)["exact"] is False
+
+
+def test_no_output_is_no_verdict() -> None:
+    assert demo.verdict(small_source(), 10, pl.DataFrame())["exact"] is None
+
+
+# --- the schedule -------------------------------------------------------------------------------------------------
+
+
+class FakeJob:
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.stopped = threading.Event()
+        self.rescaled: list[tuple[str, int]] = []
+
+    def status(self) -> JobStatus:
+        return JobStatus("demo", "demo", "spark", "running", epoch=self.epoch)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.stopped.is_set()
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def rescale(self, stage: str, instances: int) -> None:
+        self.rescaled.append((stage, instances))
+
+
+def test_time_counts_from_the_first_output_and_the_rescale_comes_half_way() -> None:
+    job, now = FakeJob(), [100.0]
+    outputs: list[float] = []
+    rescale = lambda: job.rescale(STAGE, AFTER)  # noqa: E731
+    director = Director(job, 20.0, rescale, lambda: outputs.append(now[0]), clock=lambda: now[0])
+    assert not director(0) and director.began is None  # Spark may take its time
+    now[0], job.epoch = 150.0, 1
+    assert not director(0) and outputs == [150.0]
+    now[0] = 159.9
+    assert not director(0) and job.rescaled == []
+    now[0] = 160.0
+    assert not director(0) and job.rescaled == [(STAGE, AFTER)]
+    now[0] = 169.9
+    assert not director(0) and job.rescaled == [(STAGE, AFTER)]
+    now[0] = 170.0
+    director(0)
+    director.join()
+    assert job.stopped.is_set() and director(0)
+
+
+def test_an_interrupt_ends_it_without_a_rescale() -> None:
+    job = FakeJob()
+    director = Director(job, 20.0, lambda: job.rescale(STAGE, AFTER), clock=lambda: 0.0)
+    director.interrupted.set()
+    director(0)
+    director.join()
+    assert job.stopped.is_set() and job.rescaled == []
+
+
+@pytest.mark.parametrize("seconds", [0.0, 4.9, 1e9, float("nan")])
+def test_a_length_that_makes_no_sense_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="cannot run for"):
+        demo.run_demo(seconds=seconds, view="plain")
+
+
+# --- the measurements ---------------------------------------------------------------------------------------------
+
+
+def entry(epoch: int, at_s: float, rows: int, containers: int = BEFORE) -> dict[str, Any]:
+    return {"epoch": epoch, "at_s": at_s, "rows": rows, "ms": 100.0, "instances": {"words": 1, STAGE: containers}}
+
+
+def measured(*history: dict[str, Any], rate: float = 1000.0) -> Measured:
+    rows = sum(e["rows"] for e in history)
+    status = JobStatus(
+        "demo", "demo", "spark", "stopped", epoch=len(history), rows=rows, slices=64, history=tuple(history)
+    )
+    # The first row arrives two seconds after the zero of the history.
+    return Measured(status, zero=102.0, origin=100.0, rate=rate, moved=32, interrupted=False)
+
+
+def test_latency_is_from_a_rows_arrival_to_its_epochs_output() -> None:
+    # Rows 0..999 arrive in the seconds 2 to 3 and are out at 3.5: 0.5 to 1.5 s; the next thousand likewise.
+    p50, p99 = measured(entry(1, 3.5, 1000), entry(2, 4.5, 1000)).latency_ms()
+    assert p50 == pytest.approx(1000, abs=30)
+    assert p99 == pytest.approx(1490, abs=30)
+
+
+def test_the_start_does_not_count() -> None:
+    slow_start = [entry(1, 20.0, 1000), *(entry(i + 2, 20.5 + i, 1000) for i in range(25))]
+    run = measured(*slow_start)
+    assert run.rows_s() == pytest.approx(1000)
+    with_start = [e["at_s"] for e in run._steady()]
+    assert min(with_start) >= 20.0 + demo.WARM_UP_S
+
+
+def test_the_rescale_is_found_in_the_history() -> None:
+    rescale = measured(
+        entry(1, 1.0, 10), entry(2, 2.0, 10), entry(3, 3.75, 10, AFTER), entry(4, 4.75, 10, AFTER)
+    ).rescale()
+    assert rescale is not None
+    assert (rescale["epoch"], rescale["at_s"], rescale["slices_moved"]) == (3, 2.0, 32)
+    assert (rescale["pause_ms"], rescale["epoch_gap_ms"]) == (1750.0, 1000.0)
+    assert measured(entry(1, 1.0, 10), entry(2, 2.0, 10)).rescale() is None
+
+
+def test_the_clock_holds_the_words_back_until_the_workers_are_up() -> None:
+    now = [5.0]
+    clock = ArrivalClock(lambda: now[0])
+    assert clock() == 5.0
+    now[0] = 9.0
+    assert clock() == pytest.approx(5.0 + demo.FIRST_MOMENT_S)
+    clock.release()
+    assert clock() == pytest.approx(5.0 + demo.FIRST_MOMENT_S)
+    now[0] = 10.0
+    clock.release()  # once is enough
+    assert clock() == pytest.approx(6.0 + demo.FIRST_MOMENT_S)
+    # A source of 1000 rows a second shows row 1000 when its clock is one second past its opening.
+    assert clock() - 5.0 == pytest.approx(now[0] - clock.zero)
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def shown(result: dict[str, Any], encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    text = io.TextIOWrapper(raw, encoding=encoding)
+    demo.report(result, Console(file=text, width=100))
+    text.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def test_the_report_says_it_all() -> None:
+    run = measured(*(entry(i, i * 0.5, 500, BEFORE if i < 10 else AFTER) for i in range(1, 20)))
+    result = run.result() | demo.verdict(small_source(), 5_000, output_of(5_000)) | {"plot": "x.svg"}
+    text = shown(result)
+    assert "exact: all 8 windows" in text
+    assert "counts from 1 to 2 containers at epoch 10: 32 of 64 slices moved" in text
+    assert "█" in text and "x.svg" in text
+    assert json.loads(json.dumps(result)) == result
+    assert "WRONG" in shown(result | {"exact": False})
+    assert "#" in shown(result, "ascii")  # no character that the output cannot hold
+
+
+def test_nothing_to_report() -> None:
+    assert "before the first output" in shown(measured().result())
+
+
+def test_the_picture_marks_the_rescale(tmp_path: Path) -> None:
+    run = measured(*(entry(i, i * 0.5, 500, BEFORE if i < 10 else AFTER) for i in range(1, 20)))
+    drawn = demo.draw(run.status.history, tmp_path / "run.svg", run.result())
+    assert f"{STAGE}: {BEFORE} -&gt; {AFTER} containers" in drawn.read_text()
+
+
+# --- the real thing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_runs_on_spark_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A minute for a real run: exact over a rescale, one JSON object on standard output, a clean directory after it."""
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "penstock.cli", "demo", "--master", "local[2]", "--seconds", "10", "--json"]
+    path = os.pathsep.join(p for p in (str(ROOT / "src"), os.environ.get("PYTHONPATH", "")) if p)
+    done = subprocess.run(
+        [*command, "--plot", str(tmp_path / "run.png")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(scratch)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["exact"] is True and result["windows"] > 0
+    assert result["rescale"]["slices_moved"] == 32
+    assert result["late"] == 0 and result["recoveries"] == 0
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.png", "tmp"]
+    left = [p.name for p in scratch.iterdir() if p.name.startswith("penstock")]
+    assert left == []

@@ -27,7 +27,7 @@ $(STAMP): requirements.txt requirements-dev.txt pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-demo: setup ## the demonstration: a stateful flow that grows, shrinks and fails while you watch
+demo: setup ## the demonstration: the top words of a sliding window, rescaled while you watch
 	@$(BIN)/penstock demo $(ARGS)
 
 test: setup ## the import contracts and every test

@@ -1,9 +1,10 @@
 """From event to output, at half the peak rate.
 
-First the peak: the same flow as fast as it goes. Then a source that makes row ``i`` due at ``start + i / rate``, with
-the rate at half of that. The aggregate carries the greatest row number, so that the sink knows which rows an epoch has
-brought, and the driver's clock says when it was published. A row's latency is the time between the two: the wait until
-an epoch takes it, the epoch itself, and the publication. No sampling, no clocks of several machines.
+First the peak: the same flow as fast as it goes, with large epochs. Then, with everything at its defaults, a source that
+makes row ``i`` due at ``start + i / rate``, with the rate at half of that peak. The aggregate carries the greatest row
+number, so that the sink knows which rows an epoch has brought, and the driver's clock says when it was published. A
+row's latency is the time between the two: the wait until an epoch takes it, the epoch itself, and the publication. No
+sampling, no clocks of several machines.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ SUMMARY = "Latency from event to output at half the peak rate."
 
 MODULE = "benchmarks.latency"
 POINTS_PER_EPOCH = 256
+PEAK_EPOCH_ROWS = 500_000
+"""The peak must be what the engine can do, not what its choice of epoch size lets it: else half of it is too easy."""
+GRACE_S = 15.0
+"""For a job that has fallen behind; what it has not published then counts with the time it has waited so far."""
 
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
-    """See README.md. Quick: 8 s for the peak, 10 s at half of it after 5 s of warm-up."""
-    peak_s, warm_s, measured_s, rounds = (8.0, 5.0, 10.0, 1) if quick else (20.0, 10.0, 30.0, 3)
+    """See README.md. Quick: 8 s for the peak, 10 s at half of it after 8 s of warm-up."""
+    peak_s, warm_s, measured_s, rounds = (8.0, 8.0, 10.0, 1) if quick else (20.0, 20.0, 30.0, 3)
     peaks: list[float] = []
 
     def one(contender: str, number: int) -> Figures:
@@ -50,6 +55,8 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
     notes = [
         "p50_ms, p99_ms and max_ms are of events, not of epochs, each round at half of its own peak; medians.",
         "The epoch size follows target_latency_ms, at its default of 500; a checkpoint every 2 s.",
+        f"The peak is that of epochs of {PEAK_EPOCH_ROWS:,} rows.",
+        "kept_up: no means that the job fell behind, and that its latencies are lower bounds.",
     ]
 
     def draw(path: Path) -> None:
@@ -113,6 +120,12 @@ def event_latencies(
     return np.concatenate(values), np.concatenate(weights)
 
 
+def until(published: list[tuple[float, int]], rows: int, now: float) -> list[tuple[float, int]]:
+    """With those of ``rows`` that are not published yet as if they were now: none of them can have been faster."""
+    last = published[-1][1] if published else -1
+    return published if last >= rows - 1 else [*published, (now, rows - 1)]
+
+
 def weighted_percentile(values: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], share: float) -> float:
     """The smallest value that at least ``share`` of the weight does not exceed."""
     order = np.argsort(values)
@@ -124,7 +137,7 @@ def weighted_percentile(values: np.ndarray[Any, Any], weights: np.ndarray[Any, A
 # --- contenders ---------------------------------------------------------------------------------------------------
 
 
-def _start(args: dict[str, Any], **source: Any) -> tuple[Any, ClockedSink]:
+def _start(args: dict[str, Any], settings: dict[str, Any], **source: Any) -> tuple[Any, ClockedSink]:
     import penstock as ps
 
     work = Path(args["work"])
@@ -137,13 +150,14 @@ def _start(args: dict[str, Any], **source: Any) -> tuple[Any, ClockedSink]:
         master=common.MASTER,
         checkpoint=str(work / "checkpoint"),
         spark={"spark.driver.memory": common.DRIVER_MEMORY, "spark.local.dir": str(work / "spark")},
+        **settings,
     )
     return job, sink
 
 
 def penstock_peak(args: dict[str, Any]) -> Iterator[Figures]:
     """As fast as it goes for some seconds after the first epoch; the rate is that of the second half."""
-    job, sink = _start(args)
+    job, sink = _start(args, {"epoch_rows": PEAK_EPOCH_ROWS})
     while not sink.published and not job.wait(0.1):
         pass
     job.wait(args["seconds"])
@@ -160,14 +174,20 @@ def peak_rate(published: Sequence[tuple[float, int]], seconds: float) -> int:
 
 
 def penstock_half(args: dict[str, Any]) -> Iterator[Figures]:
-    """At a given rate until the source ends."""
-    rate, warm_s = float(args["rows_s"]), float(args["warm_s"])
+    """At a given rate until the source ends, or the job is too far behind."""
+    rate, warm_s, seconds = float(args["rows_s"]), float(args["warm_s"]), float(args["seconds"])
+    rows = int(rate * (warm_s + seconds))
     clock = StartClock()
-    job, sink = _start(args, rows=int(rate * (warm_s + args["seconds"])), rows_per_s=rate, clock=clock)
-    job.wait()
+    job, sink = _start(args, {}, rows=rows, rows_per_s=rate, clock=clock)
+    while clock.first is None and not job.wait(0.1):
+        pass
+    assert clock.first is not None
+    job.wait(clock.first + warm_s + seconds + GRACE_S - time.monotonic())
+    seen = list(sink.published)
+    published = until(seen, rows, time.monotonic())
+    job.stop()
     status = job.status()
-    assert clock.first is not None and status.rows == int(rate * (warm_s + args["seconds"]))
-    values, weights = event_latencies(sink.published, clock.first, rate, warm_s)
+    values, weights = event_latencies(published, clock.first, rate, warm_s)
     # The instances of each stage, as one number for the picture.
     history = [{**entry, "instances": _instances(entry["instances"])} for entry in status.history]
     yield {
@@ -177,6 +197,7 @@ def penstock_half(args: dict[str, Any]) -> Iterator[Figures]:
         "max_ms": common.rounded(float(values.max())),
         "events": round(float(weights.sum())),
         "epochs": len(sink.published),
+        "kept_up": published is seen,
         "epoch_ms_p50": common.rounded(float(np.median([entry["ms"] for entry in history]))),
         "checkpoints": status.checkpoints,
         "history": history,

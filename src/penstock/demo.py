@@ -494,6 +494,8 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
     if not result["epochs"]:
         yield "stopped", Text("before the first output")
         return
+    if result["interrupted"]:
+        yield "stopped", Text("early, so the figures are of a short run", style="yellow")
     yield "speed", Text(f"{short(result['rows_s'])} rows/s ({short(result['rows_s_asked'])} asked for), "
                         f"{short(result['rows'])} rows in {result['epochs']} epochs, "
                         f"{result['checkpoints']} checkpoints")  # fmt: skip

@@ -166,3 +166,17 @@ def test_every_link_of_a_document_leads_somewhere() -> None:
             if "://" not in target and not (document.parent / target).exists():
                 broken.append(f"{document.relative_to(ROOT)}: {target}")
     assert broken == []
+
+
+def test_every_file_that_the_maps_name_is_there() -> None:
+    """docs/papers.md and the module map of docs/architecture.md lead to files that exist."""
+    package = ROOT / "src" / "penstock"
+    missing = []
+    for document in ("docs/papers.md", "docs/architecture.md"):
+        for name in re.findall(r"`([\w/]+\.(?:py|md))`", (ROOT / document).read_text(encoding="utf-8")):
+            homes = [place / name for place in (package, ROOT, ROOT / "tests")]
+            # In the module map a row names the directory once: `operators/aggregates.py`, `windows.py`.
+            found = any(home.exists() for home in homes) or ("/" not in name and any(package.rglob(name)))
+            if not found:
+                missing.append(f"{document}: {name}")
+    assert missing == []

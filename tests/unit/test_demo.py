@@ -220,6 +220,7 @@ def test_the_report_says_it_all() -> None:
     assert "█" in text and "x.svg" in text
     assert json.loads(json.dumps(result)) == result
     assert "WRONG" in shown(result | {"exact": False})
+    assert "early" in shown(result | {"interrupted": True}) and "early" not in text
     assert "#" in shown(result, "ascii")  # no character that the output cannot hold
 
 

@@ -107,7 +107,11 @@ class LocalEngine:
         self.post(StageDone(now, command.epoch, command.stage, command.attempt, tuple(reports), elapsed))
 
     def flush(self, command: Flush, routing: RoutingTable) -> None:
-        reports = tuple(self.worker.flush(spec) for spec in flush_specs(command, self.plan, routing))
+        try:
+            reports = tuple(self.worker.flush(spec) for spec in flush_specs(command, self.plan, routing))
+        except (OSError, MemoryError) as error:
+            self.post(StageFailed(time.monotonic(), command.epoch, StageId("flush"), command.attempt, repr(error)))
+            return
         self.post(Flushed(time.monotonic(), command.epoch, command.attempt, reports))
 
     def compact(self, command: Compact, run: Callable[[], Event]) -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -151,6 +151,12 @@ class Runtime:
             self._loop()
         except PenstockError as error:
             self.error = error
+        except OSError as error:
+            self.error = errors.CheckpointError(
+                f"the checkpoint directory could not be read or written: {error}.",
+                remedy="What it holds is whole: start again once the cause is gone.",
+                trace=traceback.format_exc(),
+            )
         except BaseException as error:
             trace = traceback.format_exc()
             self.error = errors.EngineError(
@@ -201,6 +207,7 @@ class Runtime:
         manifest = self._latest_manifest()
         if manifest is not None:
             self._check_flow(manifest)
+            self._check_sources(manifest.sources)
         self.engine = self.make_engine(job_id)
         self.metrics = Metrics(
             self.config.name or self.plan.graph.name,
@@ -212,10 +219,14 @@ class Runtime:
         self.metrics.began = self.clock()
         self.job_id = job_id
         logged = self._read_log(manifest.epoch if manifest else 0)
+        self._check_sources({s for record in logged for s in record["ranges"]})
         topology = topology_of(self.plan)
         instances = self.config.instances or self.engine.cores
         routing = RoutingTable.initial(self.config.slices, topology.keyed(), instances)
         restored = None
+        for record in logged:
+            if record.get("routing"):  # the flow or the settings may be others than when it was written
+                record["routing"] = self._fit_routing(record["routing"], routing).to_json()
         if manifest is not None:
             restored = self._fit(manifest, routing)
             self.metrics.counted_through = manifest.epoch
@@ -316,7 +327,6 @@ class Runtime:
                 a, b = was.get(part), now[stage].get(part)
                 if json.loads(json.dumps(a)) != json.loads(json.dumps(b)):
                     changes.append(f"operator '{stage}': {part} was {a}, is {b}")
-        changes += [f"source '{s}' is gone" for s in manifest.sources if s not in self.plan.sources]
         if changes:
             raise IncompatibleFlow(
                 f"the flow changed in a way its state cannot follow: {'; '.join(changes)}.",
@@ -325,13 +335,25 @@ class Runtime:
                 changes=changes,
             )
 
+    def _check_sources(self, known: Iterable[str]) -> None:
+        gone = sorted(s for s in known if s not in self.plan.sources)
+        if gone:
+            raise IncompatibleFlow(
+                f"the flow changed in a way its checkpoint cannot follow: source '{gone[0]}' is gone.",
+                remedy="Keep the source under its old id, or start anew with another checkpoint directory.",
+                changes=[f"source '{s}' is gone" for s in gone],
+            )
+
     def _fit(self, manifest: Manifest, fresh: RoutingTable) -> Manifest:
         """The checkpoint, with a routing that fits the flow and the settings of today."""
-        routing = RoutingTable.from_json(manifest.routing)
-        if routing.slices != self.config.slices:
-            self.notices.append(
-                f"the state has {routing.slices} slices, set at its first run; slices={self.config.slices} is ignored."
-            )
+        routing = self._fit_routing(manifest.routing, fresh)
+        return replace(manifest, routing=routing.to_json(), fingerprint=self.plan.fingerprint())
+
+    def _fit_routing(self, logged: dict[str, Any], fresh: RoutingTable) -> RoutingTable:
+        routing = RoutingTable.from_json(logged)
+        notice = f"the state has {routing.slices} slices, set at its first run; slices={self.config.slices} is ignored."
+        if routing.slices != self.config.slices and notice not in self.notices:
+            self.notices.append(notice)
         stages = {s.id for s in self.plan.stages}
         fresh = RoutingTable.initial(
             routing.slices, {s: k for s, k in topology_of(self.plan).keyed().items()}, max(fresh.instances.values())
@@ -349,7 +371,7 @@ class Runtime:
                 )
                 if routing.instances[stage] != wanted:
                     routing = routing.rescale(stage, wanted)
-        return replace(manifest, routing=routing.to_json(), fingerprint=self.plan.fingerprint())
+        return routing
 
     def _read_log(self, after: int) -> list[dict[str, Any]]:
         records = []
@@ -361,7 +383,7 @@ class Runtime:
             if xxhash.xxh3_64_hexdigest(body).encode() != checksum:
                 raise CorruptData(
                     f"the epoch log {name} does not match its checksum.",
-                    remedy="Restore it from a copy: without it, epochs after the checkpoint cannot be repeated exactly.",
+                    remedy="Restore it from a copy: without it the epochs after the checkpoint cannot be repeated.",
                     path=name,
                 )
             records.append(json.loads(body))
@@ -617,7 +639,7 @@ class Runtime:
         status = self.metrics.status(self.controller, self.clock())
         if self.error is not None:
             return replace(status, phase="failed", error=str(self.error))
-        return status
+        return replace(status, phase=self.reason) if self.reason else status
 
 
 def raised(error: TaskError) -> PenstockError:

@@ -182,10 +182,12 @@ class Worker:
         try:
             stage = self.plan.by_id[StageId(spec.stage)]
             container = self.containers.get((spec.stage, spec.index))
-            if container is None or container.attempt != spec.attempt or container.epoch != spec.epoch:
+            sealed = container is not None and spec.epoch in container.table.epochs()
+            # It may stand at a later epoch: what was sealed on the way is still being written, and that is all it takes.
+            if container is None or container.attempt != spec.attempt or not (sealed or container.epoch == spec.epoch):
                 report.missing = True
                 return report
-            if spec.epoch not in container.table.epochs():
+            if not sealed:
                 self._seal(stage, spec, container)
             report.deltas = self._written(container, wait=True)
             report.state_rows = container.table.rows_live

@@ -49,6 +49,7 @@ _PHASE_STYLE = {
     "recovering": "yellow",
     "stopping": "yellow",
     "stopped": "blue",
+    "complete": "blue",
     "failed": "red",
 }
 

@@ -35,7 +35,7 @@ class JobStatus:
     flow: str
     engine: str
     phase: str
-    """starting, running, recovering, stopping, stopped or failed."""
+    """starting, running, recovering, stopping, stopped, complete (its sources have ended) or failed."""
     epoch: int = 0
     """The last epoch whose output is published."""
     checkpoint_epoch: int = 0

@@ -1,0 +1,1 @@
+"""Jobs that are killed, and stores that fail."""

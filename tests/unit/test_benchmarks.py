@@ -1,0 +1,448 @@
+"""The pure parts of the benchmarks: arithmetic, verification, the shape of results, contenders that are not Spark."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from benchmarks import checkpoint, common, latency, slices, soak, words
+from penstock.cli import list_benchmarks
+from penstock.errors import EngineError
+
+MACHINE_KEYS = {"cores", "memory_gb", "python", "java", "pyspark", "polars", "pyarrow", "os"}
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def test_percentile_is_a_value_that_was_seen() -> None:
+    values = list(range(1, 101))
+    assert common.percentile(values, 0.99) == 99
+    assert common.percentile(values, 1.0) == 100
+    assert common.percentile([7.0], 0.5) == 7.0
+    assert common.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+def test_ratio_is_the_median_of_the_ratios_of_rounds() -> None:
+    # The ratio of the medians would be 20 / 10: a slow minute of the machine in round 2 hit both and says nothing.
+    ours = [(1, 30.0), (2, 4.0), (3, 20.0)]
+    theirs = [(1, 10.0), (2, 1.0), (3, 10.0)]
+    rows = [{"contender": "a", "round": r, "rows_s": v} for r, v in ours]
+    rows += [{"contender": "b", "round": r, "rows_s": v} for r, v in theirs]
+    assert common.ratio(rows, "rows_s", "a", "b") == 3.0
+
+
+def test_ratio_keeps_sizes_apart_and_knows_when_there_is_none() -> None:
+    rows = [
+        {"contender": "a", "round": 1, "size": 1, "x": 6.0},
+        {"contender": "b", "round": 1, "size": 1, "x": 2.0},
+        {"contender": "a", "round": 1, "size": 2, "x": 5.0},
+        {"contender": "b", "round": 2, "size": 2, "x": 5.0},
+    ]
+    assert common.ratio(rows, "x", "a", "b", size=1) == 3.0
+    assert common.ratio(rows, "x", "a", "b", size=2) is None  # not of the same round
+    assert common.ratio(rows, "y", "a", "b") is None
+
+
+def test_line_through_points() -> None:
+    slope, r2 = common.line([0, 1, 2, 3], [5, 7, 9, 11])
+    assert slope == pytest.approx(2.0) and r2 == pytest.approx(1.0)
+    assert common.line([1], [1]) == (0.0, 0.0)
+    assert common.line([1, 2, 3], [4, 4, 4]) == (0.0, 1.0)
+
+
+def test_slope_is_that_of_the_second_half() -> None:
+    epochs = list(range(0, 2000, 100))
+    values = [float(e) for e in epochs[:10]] + [1000.0 + (e - 1000) * 0.002 for e in epochs[10:]]
+    assert common.slope_per_1000(epochs, values) == pytest.approx(2.0)
+
+
+def test_batch_figures_leave_the_warm_up_out() -> None:
+    found = common.batch_figures([10.0, 11.0, 11.5, 12.0], [9000.0, 1000.0, 500.0, 600.0], [100, 100, 100, 100], 2)
+    assert found == {"rows_s": 200, "batch_ms_p50": 550.0, "batch_ms_p99": 600.0}
+    assert [common.warm_up(n) for n in (2, 12, 40)] == [1, 3, 10]
+
+
+def test_medians_for_bars() -> None:
+    rows = [{"contender": "a", "size": s, "x": x} for s, x in ((1, 1.0), (1, 9.0), (1, 2.0), (2, 5.0))]
+    assert common.medians(rows, "x", group="size") == [
+        {"label": "a", "value": 2.0, "group": "1"},
+        {"label": "a", "value": 5.0, "group": "2"},
+    ]
+
+
+def test_the_machine_describes_itself() -> None:
+    found = common.machine()
+    assert set(found) == MACHINE_KEYS
+    assert found["cores"] >= 1 and found["memory_gb"] > 0
+    json.dumps(found)
+
+
+# --- input and verification ---------------------------------------------------------------------------------------
+
+
+def test_words_follow_the_law_and_files_are_batches(tmp_path: Path) -> None:
+    truth = common.write_words(tmp_path / "in", 2, 20_000)
+    files = sorted((tmp_path / "in").iterdir())
+    assert [pl.read_parquet(f).height for f in files] == [20_000, 20_000]
+    assert truth["n"].sum() == 40_000
+    top = truth.sort("n", descending=True)["n"].to_list()
+    assert top[0] / top[1] == pytest.approx(2.0, rel=0.2)  # rank 1 and 2 of Zipf's law with s = 1
+    again = common.write_words(tmp_path / "again", 2, 20_000)
+    assert again.equals(truth)
+
+
+def test_wrong_counts_are_found() -> None:
+    truth = pl.DataFrame({"word": ["a", "b"], "n": [2, 1]})
+    common.check_counts(pl.DataFrame({"word": ["b", "a"], "n": [1, 2]}), truth, "any")
+    for wrong in (
+        {"word": ["a", "b"], "n": [1, 2]},
+        {"word": ["a"], "n": [3]},
+        {"word": ["a", "b", "c"], "n": [2, 1, 1]},
+    ):
+        with pytest.raises(EngineError, match="counted wrongly"):
+            common.check_counts(pl.DataFrame(wrong), truth, "any")
+
+
+def test_structured_streaming_is_read_by_its_own_record() -> None:
+    progress = [
+        {
+            "timestamp": f"2026-01-01T00:00:{10 + n:02d}.500Z",
+            "durationMs": {"triggerExecution": 800},
+            "numInputRows": 1000,
+            "stateOperators": [{"numRowsTotal": 10 * n}],
+        }
+        for n in range(4)
+    ]
+    found = words.structured_figures(progress, 4)
+    assert found == {"rows_s": 1000, "batch_ms_p50": 800.0, "batch_ms_p99": 800.0, "state_rows": 30}
+    with pytest.raises(AssertionError, match="3 batches of 4"):
+        words.structured_figures(progress[:3], 4)
+
+
+# --- contenders ---------------------------------------------------------------------------------------------------
+
+
+def _fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
+    """A module with one contender, 'it', that the child can import."""
+    text = "from benchmarks import common\n" + textwrap.dedent(body)
+    text += '\nCONTENDERS = {"it": it}\nif __name__ == "__main__":\n    common.contender_main("fake_bench")\n'
+    (tmp_path / "fake_bench.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "fake_bench"
+
+
+def test_a_contender_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _fake(
+        tmp_path,
+        monkeypatch,
+        """
+        import os
+        def it(args):
+            print("noise on standard output")
+            yield {"x": args["x"] + 1, "pid": os.getpid(), "seen": os.environ.get("PENSTOCK_SLICES")}
+            open("after", "w").close()
+        """,
+    )
+    monkeypatch.setenv("PENSTOCK_SLICES", "3")
+    found = common.run_contender(module, "it", {"x": 1}, tmp_path / "work")
+    assert found["x"] == 2 and found["pid"] != os.getpid()
+    assert found["seen"] is None  # a setting of this shell does not change what is measured
+    assert found["memory_mb"] > 1 and found["rss_mb"] > 1
+    assert (tmp_path / "work" / "after").exists()
+
+
+def test_memory_after_the_figures_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _fake(
+        tmp_path,
+        monkeypatch,
+        """
+        import threading
+        def it(args):
+            if args["early"]:
+                block = bytearray(b"x") * 300_000_000
+                threading.Event().wait(1.0)
+            yield {}
+            block = bytearray(b"x") * 300_000_000
+            threading.Event().wait(1.0)
+        """,
+    )
+    late = common.run_contender(module, "it", {"early": False}, tmp_path / "a")
+    early = common.run_contender(module, "it", {"early": True}, tmp_path / "b")
+    assert early["rss_mb"] > late["rss_mb"] + 200
+
+
+def test_a_contender_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _fake(
+        tmp_path,
+        monkeypatch,
+        """
+        def it(args):
+            if args["early"]:
+                raise ValueError("no such luck")
+            yield {"x": 1}
+            raise ValueError("too late")
+        """,
+    )
+    with pytest.raises(EngineError, match=r"no figures[\s\S]*no such luck"):
+        common.run_contender(module, "it", {"early": True}, tmp_path / "a")
+    with pytest.raises(EngineError, match=r"but then failed[\s\S]*too late"):
+        common.run_contender(module, "it", {"early": False}, tmp_path / "b")
+
+
+def test_a_contender_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It imports nothing that takes time, so that the limit comes after it has a child.
+    (tmp_path / "hangs.py").write_text(
+        "import subprocess, sys, threading\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait()'])\n"
+        "open('child', 'w').write(str(child.pid))\n"
+        "threading.Event().wait()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EngineError, match="no figures"):
+        common.run_contender("hangs", "it", {}, tmp_path / "work", seconds_max=3.0)
+    # The child held our end of the standard output: reading came to an end, so it had ended too.
+    pid = int((tmp_path / "work" / "child").read_text())
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_rounds_interleave_contenders() -> None:
+    ran: list[tuple[str, int]] = []
+
+    def one(contender: str, number: int) -> dict[str, Any]:
+        ran.append((contender, number))
+        return {"x": number}
+
+    rows = common.in_turn(["a", "b"], 2, one, size=5)
+    assert ran == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert rows[2] == {"contender": "a", "size": 5, "round": 2, "x": 2}
+
+
+# --- the shape of results -----------------------------------------------------------------------------------------
+
+
+def _check_shape(result: dict[str, Any], name: str) -> None:
+    assert {"bench", "machine", "rows", "ratios", "notes"} <= set(result)
+    assert result["bench"] == name and set(result["machine"]) == MACHINE_KEYS
+    assert result["rows"] and result["notes"]
+    for row in result["rows"]:
+        assert "contender" in row and "round" in row
+        assert all(value is None or isinstance(value, str | int | float) for value in row.values()), row
+    assert result["ratios"] and all(isinstance(value, float) for value in result["ratios"].values())
+    json.dumps(result, allow_nan=False)
+
+
+EXPECTED_RATIOS = {
+    "words": {
+        f"{kind}vs_{peer}{size}"
+        for kind in ("", "latency_", "memory_")
+        for peer in ("default_store", "rocksdb")
+        for size in ("", "_2m")
+    },
+    "slices": {"slices_8_vs_1", "slices_64_vs_1", "slices_256_vs_1"},
+    "checkpoint": {
+        "checkpoint_2s_vs_none",
+        "delta_linear_r2",
+        "bytes_per_key_spread",
+        *(f"bytes_per_touched_key_{share}pct" for share in (1, 5, 20, 100)),
+    },
+    "latency": {"p50_ms", "p99_ms", "max_ms"},
+    "soak": {*soak.SLOPES, "epoch_ms_per_1000"},
+}
+
+
+def _stand_in(module: str, contender: str, args: dict[str, Any], work: Path, **_: Any) -> dict[str, Any]:
+    """What each contender would say, without running it."""
+    memory = {"memory_mb": 100, "rss_mb": 120}
+    history = [{"epoch": n, "at_s": n / 10, "rows": 10, "ms": 5.0, "instances": 2} for n in range(1, 40)]
+    if contender == "penstock_deltas":
+        files = [{"epoch_from": n - 1, "epoch_to": n, "bytes": 30 * n} for n in range(1, len(_TOUCHED) + 1)]
+        return {"files": files, "state_rows": 300, "state_bytes": 9000, **memory}
+    if contender == "penstock_peak":
+        return {"rows_s": 1000, **memory}
+    if contender == "penstock_half":
+        assert args["rows_s"] == 500
+        return {"rows_s": 500, "p50_ms": 1.0, "p99_ms": 2.0, "max_ms": 3.0, "history": history, **memory}
+    if module == "benchmarks.soak":
+        samples = [
+            {"epoch": n, "at_s": n / 10, "state_rows": 1, "epoch_ms": 1.0, **dict.fromkeys(soak.SLOPES.values(), n)}
+            for n in range(1, 100)
+        ]
+        return {"samples": samples, "history": history, "recoveries": 0, "checkpoints": 1, "state_rows": 1, **memory}
+    return {"rows_s": 1000, "batch_ms_p50": 2.0, "batch_ms_p99": 3.0, "state_rows": 3, **memory}
+
+
+_TOUCHED = [frozenset(range(100 * n, 100 * n + p)) for n, p in enumerate((100, 1, 5, 20, 100, 1, 5, 20, 100), 1)]
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED_RATIOS))
+def test_a_whole_benchmark_with_stand_ins(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "run_contender", _stand_in)
+    monkeypatch.setattr(common, "write_words", lambda *_, **__: pl.DataFrame())
+    monkeypatch.setattr(common, "check_counts", lambda *_: None)
+    monkeypatch.setattr(pl, "read_parquet", lambda *_, **__: pl.DataFrame())
+    monkeypatch.setattr(checkpoint, "write_touches", lambda *_, **__: _TOUCHED)
+    monkeypatch.setattr(checkpoint, "KEYS", 100)
+    monkeypatch.setattr(checkpoint.rows_of_deltas, "__kwdefaults__", {"keys": 100})
+    module = {"words": words, "slices": slices, "checkpoint": checkpoint, "latency": latency, "soak": soak}[name]
+    out = tmp_path / "results" / f"{name}.json"
+    result = module.run(quick=False, out=out)
+    _check_shape(result, name)
+    assert set(result["ratios"]) == EXPECTED_RATIOS[name]
+    assert json.loads(out.read_text()) == json.loads(json.dumps(result))
+    assert out.with_suffix(".svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_out_may_be_a_picture_only(tmp_path: Path) -> None:
+    drawn: list[Path] = []
+    common.finish("x", [], {"a": None, "b": 1.0}, [], tmp_path / "x.png", drawn.append)
+    assert drawn == [tmp_path / "x.png"] and not (tmp_path / "x.json").exists()
+    result = common.finish("x", [], {"a": None, "b": 1.0}, [], None, drawn.append)
+    assert result["ratios"] == {"b": 1.0} and len(drawn) == 1
+
+
+def test_the_command_finds_all_five() -> None:
+    found = list_benchmarks(common.ROOT)
+    assert set(found) == set(EXPECTED_RATIOS)
+    assert all(found.values())
+
+
+# --- single benchmarks --------------------------------------------------------------------------------------------
+
+
+def test_a_delta_belongs_to_a_share_only_if_its_keys_do() -> None:
+    load, one, five = frozenset(range(100)), frozenset({1}), frozenset(range(10, 15))
+    touched = [load, load, one, one, five, five]
+    files = [
+        {"epoch_from": 0, "epoch_to": 2, "bytes": 1000},
+        {"epoch_from": 1, "epoch_to": 3, "bytes": 1000},
+        {"epoch_from": 3, "epoch_to": 4, "bytes": 7},
+        {"epoch_from": 3, "epoch_to": 4, "bytes": 5},
+        {"epoch_from": 3, "epoch_to": 5, "bytes": 60},
+        {"epoch_from": 4, "epoch_to": 6, "bytes": 50},
+    ]
+    rows = checkpoint.rows_of_deltas(files, touched, keys=100)
+    assert [(r["touched_pct"], r["touched_keys"], r["delta_bytes"]) for r in rows] == [
+        (1, 1, 12),
+        (None, 6, 60),
+        (5, 5, 50),
+    ]
+
+
+def test_touches_are_of_the_share_they_say(tmp_path: Path) -> None:
+    touched = checkpoint.write_touches(tmp_path / "in", [100, 5], keys=1000, epochs_each=2)
+    frames = [pl.read_parquet(path)["word"] for path in sorted((tmp_path / "in").iterdir())]
+    assert [frame.len() for frame in frames] == [1000] * 4
+    assert [frame.n_unique() for frame in frames] == [1000, 1000, 50, 50]
+    assert set(frames[2]) == set(frames[3])
+    assert touched[2] is touched[3] and len(touched[2]) == 50
+
+
+def test_deltas_on_disk_are_those_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "manifests").mkdir()
+    (tmp_path / "state" / "counts").mkdir(parents=True)
+    for epoch in (2, 3):
+        (tmp_path / "manifests" / f"{epoch:012d}.json").touch()
+    for name, size in (
+        ("000000000002-0000-0001.delta", 10),
+        ("000000000003-0000-0001.delta", 20),
+        ("000000000004-x.delta", 9),
+    ):
+        (tmp_path / "state" / "counts" / name).write_bytes(b"x" * size)
+    assert checkpoint.deltas_on_disk(tmp_path) == [
+        {"epoch_from": 0, "epoch_to": 2, "bytes": 10},
+        {"epoch_from": 2, "epoch_to": 3, "bytes": 20},
+    ]
+
+
+def test_latency_is_of_events_from_when_they_were_due() -> None:
+    # 10 rows a second from second 100 on: rows 0-9 published at 101, rows 10-29 at 103.5.
+    values, weights = latency.event_latencies([(101.0, 9), (103.5, 29)], 100.0, 10.0, 0.0)
+    assert weights.sum() == 30
+    expected = [1000 - 100 * i for i in range(10)] + [3500 - 100 * i for i in range(10, 30)]
+    assert np.allclose(sorted(values), sorted(expected))
+    late, heavy = latency.event_latencies([(101.0, 9), (103.5, 29)], 100.0, 10.0, 2.0)
+    assert heavy.sum() == 10 and late.max() == pytest.approx(1500)
+
+
+def test_large_epochs_weigh_what_they_are() -> None:
+    values, weights = latency.event_latencies([(1.0, 99_999)], 0.0, 100_000.0, 0.0)
+    assert len(values) == latency.POINTS_PER_EPOCH and weights.sum() == pytest.approx(100_000)
+    assert latency.weighted_percentile(values, weights, 0.5) == pytest.approx(500, abs=5)
+    assert latency.weighted_percentile(values, weights, 1.0) == pytest.approx(1000)
+    assert latency.event_latencies([], 0.0, 1.0, 0.0)[0].size == 0
+
+
+def test_what_is_not_published_counts_with_its_wait_so_far() -> None:
+    whole = [(1.0, 9)]
+    assert latency.until(whole, 10, 5.0) is whole
+    assert latency.until(whole, 20, 5.0) == [(1.0, 9), (5.0, 19)]
+    assert latency.until([], 20, 5.0) == [(5.0, 19)]
+
+
+def test_weighted_percentile_counts_weight() -> None:
+    values, weights = np.array([10.0, 1.0, 5.0]), np.array([1.0, 98.0, 1.0])
+    assert latency.weighted_percentile(values, weights, 0.5) == 1.0
+    assert latency.weighted_percentile(values, weights, 0.99) == 5.0
+    assert latency.weighted_percentile(values, weights, 1.0) == 10.0
+
+
+def test_peak_is_that_of_the_second_half() -> None:
+    published = [(float(t), 100 * t if t <= 5 else 500 + 1000 * (t - 5)) for t in range(12)]
+    assert latency.peak_rate(published, 10.0) == 1000
+    with pytest.raises(AssertionError, match="1 epochs"):
+        latency.peak_rate(published[:6], 10.0)
+
+
+def test_the_clocked_sink_counts_an_epoch_once() -> None:
+    sink = latency.ClockedSink()
+    part = sink.write_part(1, 0, "0", pl.DataFrame({"last": [3, 9, 4]}))
+    assert part == {"last": 9}
+    sink.commit(1, 0, [part, {"last": 7}])
+    sink.commit(1, 1, [part])
+    sink.commit(2, 1, [])
+    assert [last for _, last in sink.published] == [9]
+
+
+def test_the_start_clock_remembers_its_first_reading() -> None:
+    clock = latency.StartClock()
+    first = clock()
+    assert clock() >= first and clock.first == first
+
+
+def test_thinned_keeps_both_ends() -> None:
+    assert soak.thinned([1, 2], 5) == [1, 2]
+    thin = soak.thinned(list(range(1000)), 10)
+    assert len(thin) == 10 and thin[0] == 0 and thin[-1] == 999
+
+
+def test_memory_by_role_sees_this_process(tmp_path: Path) -> None:
+    found = soak.memory_by_role()
+    assert found["driver_rss_mb"] > 1 and found["jvm_rss_mb"] == 0
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "x").touch()
+    (tmp_path / "a" / "b" / "y").touch()
+    assert soak.files_in(tmp_path) == 2 and soak.files_in(tmp_path / "none") == 0
+
+
+def test_the_memory_watch_ends_when_told() -> None:
+    watch = common.MemoryWatch(os.getpid())
+    watch.start()
+    watch.stop()
+    watch.join(10)
+    assert not watch.is_alive() and threading.current_thread() is not watch

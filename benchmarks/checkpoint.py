@@ -32,7 +32,7 @@ EPOCHS_EACH = 4
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
     """See README.md. Quick: 12 epochs and one round for the throughput, each share of the keys once."""
-    batches, rounds, repeats = (12, 1, 1) if quick else (40, 4, 5)
+    batches, rounds, repeats = (12, 1, 1) if quick else (80, 4, 5)
     with common.workplace() as place:
         rows = throughput(place, batches, rounds)
         deltas = delta_sizes(place / "deltas", repeats)

@@ -1,10 +1,10 @@
 """From event to output, at half the peak rate.
 
-First the peak: the same flow as fast as it goes, with large epochs. Then, with everything at its defaults, a source that
-makes row ``i`` due at ``start + i / rate``, with the rate at half of that peak. The aggregate carries the greatest row
-number, so that the sink knows which rows an epoch has brought, and the driver's clock says when it was published. A
-row's latency is the time between the two: the wait until an epoch takes it, the epoch itself, and the publication. No
-sampling, no clocks of several machines.
+First the peak: the same flow as fast as it goes, with large epochs. Then, with everything at its defaults, a source
+that makes row ``i`` due at ``start + i / rate``, with the rate at half of that peak. The aggregate carries the
+greatest row number, so that the sink knows which rows an epoch has brought, and the driver's clock says when it was
+published. A row's latency is the time between the two: the wait until an epoch takes it, the epoch itself, and the
+publication. No sampling, no clocks of several machines.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def supervise(
     begin: Callable[[], Any], *, as_json: bool, plain: bool, resume: str, write: Callable[[str], None] | None = None
 ) -> None:
     """Starts a job, watches it to its end, and turns signals into an orderly stop."""
-    from penstock.observe.live import duration_text, short, view_for, watch
+    from penstock.observe.live import await_start, duration_text, quiet_start, short, view_for, watch
 
     console = Console()
     notes = Console(stderr=True)
@@ -132,7 +132,10 @@ def supervise(
         where.print("Stopping after this epoch. Ctrl-C again stops at once.", highlight=False)
 
     with _Signals() as signals:
-        job = begin()
+        with quiet_start() if view == "live" else contextlib.nullcontext():
+            job = begin()
+            if view == "live":
+                await_start(job)
         # While PySpark starts it puts a handler of its own for Ctrl-C in place, which would cancel the running epoch.
         signals.attach(job, tell)
         try:
@@ -145,6 +148,8 @@ def supervise(
             raise
         signals.join()
         status = job.status()
+    for notice in getattr(job, "notices", ()):
+        notes.print(f"note: {escape(notice)}", highlight=False, soft_wrap=True)
     if view != "json":
         console.print(
             f"{escape(status.flow)} {status.phase}: {short(status.rows)} rows in {status.epoch} epochs, "

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
-import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -40,7 +38,7 @@ from penstock.control.routing import RoutingTable
 from penstock.engines.job import Job, start
 from penstock.errors import ConfigError, EngineError
 from penstock.flow import Flow
-from penstock.observe.live import JobLike, UntilDone, bar, short, watch
+from penstock.observe.live import UntilDone, await_start, bar, quiet_start, short, watch
 from penstock.observe.plot import plot_run
 from penstock.observe.status import JobStatus
 from penstock.operators.aggregates import count
@@ -192,35 +190,6 @@ def interrupts(interrupted: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def quiet_start() -> Iterator[None]:
-    """Java and Spark write a dozen harmless lines to standard error as they start; they are shown only on failure.
-
-    The descriptor itself is turned, since the JVM inherits that and not Python's ``sys.stderr``.
-    """
-    sys.stderr.flush()
-    saved = os.dup(2)
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
-        try:
-            yield
-        except Exception:
-            os.dup2(saved, 2)
-            said.seek(0)
-            os.write(2, said.read())
-            raise
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-
-
-def await_start(job: JobLike, interrupted: threading.Event) -> None:
-    """Returns when Spark is up and the job runs, or has ended; raises what ended it."""
-    while job.status().phase == "starting" and not interrupted.is_set():
-        if job.wait(0.05):
-            return
-
-
 def run_demo(
     master: str | None = None,
     seconds: float | None = None,
@@ -313,9 +282,9 @@ def _watch(job: Job, view: str, console: Console, director: UntilDone) -> None:
 
 
 def _routing(job: Job) -> RoutingTable:
-    controller = job._runtime.controller
-    assert controller is not None, "the job has started"
-    return controller.routing
+    routing = job.routing
+    assert routing is not None, "the job has started"
+    return routing
 
 
 def _rescale(job: Job, routings: list[RoutingTable]) -> None:

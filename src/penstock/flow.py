@@ -107,7 +107,7 @@ class Flow:
     def __init__(self, name: str, *, on_error: str = "dead_letter") -> None:
         """``on_error``: what to do with a record that cannot be read, or for which a function on rows raises.
 
-        ``"dead_letter"`` sets it aside, counted; ``"fail"`` stops the job and shows it. Nothing is lost either way.
+        ``"dead_letter"`` counts it and sets it aside (see ``dead_letters``); ``"fail"`` stops the job and shows it.
         """
         if not name or not all(c.isalnum() or c in "-_." for c in name):
             raise FlowError(f"'{name}' is not a flow name.", remedy="Use letters, digits, '-', '_' and '.'.")
@@ -133,7 +133,10 @@ class Flow:
         return self._add(Node(id, (), schema, source=source))
 
     def dead_letters(self, sink: Sink) -> None:
-        """Where records go that had to be set aside: rows of source, offset, reason, raw."""
+        """Where records go that had to be set aside: rows of source, offset, reason, raw.
+
+        Without it they go to ``dead-letters/`` in the checkpoint directory, 10,000 of each task and epoch at most.
+        """
         self._dead_letters = sink
 
     def graph(self) -> Graph:
@@ -323,8 +326,7 @@ class Stream:
         return KeyedStream(self, tuple(columns))
 
     def top_k(self, id: str, k: int, *, by: str, per: str | Sequence[str] = (), descending: bool = True) -> Stream:
-        """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per``, or of all.
-        """
+        """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per`` or of all."""
         group = (per,) if isinstance(per, str) else tuple(per)
         _check_columns(id, (by, *group), self.schema)
         if self.windowed:

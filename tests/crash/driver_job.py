@@ -78,7 +78,7 @@ def config(place: Path, **more: Any) -> ps.Config:
         master="local[2]",
         checkpoint=str(place / "checkpoint"),
         epoch_rows=EPOCH_ROWS,
-        instances=2,
+        instances=1,
         slices=8,
         checkpoint_interval_s=0,
         deltas_max=2,

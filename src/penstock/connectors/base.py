@@ -67,8 +67,7 @@ class SourceContext:
 
 
 class Source(ABC):
-    """Replayable by range. Instances are pickled to workers: hold no open files or sockets outside ``open``/``close``.
-    """
+    """Replayable by range. Pickled to workers: hold no open files or sockets outside ``open`` and ``close``."""
 
     @abstractmethod
     def schema(self) -> pl.Schema:

@@ -49,6 +49,8 @@ from penstock.control.events import (
     TaskError,
     TaskReport,
     Tick,
+    WarmedUp,
+    WarmUp,
     WriteManifest,
 )
 from penstock.control.pacing import Pacer
@@ -171,6 +173,7 @@ class Controller:
             ManifestWritten: self._manifest_written,
             Compacted: self._compacted,
             RescaleRequested: self._rescale_requested,
+            WarmedUp: self._warmed_up,
             StopRequested: self._stop_requested,
             Fatal: self._fatal,
             Tick: lambda e: [],
@@ -477,6 +480,9 @@ class Controller:
             self.routing.rescale(event.stage, event.instances)
         except ConfigError:
             return []  # whoever asked was told already
+        return [WarmUp(event.stage, event.instances)]
+
+    def _warmed_up(self, event: WarmedUp) -> list[Command]:
         self.rescales.append((event.stage, event.instances))
         return []
 

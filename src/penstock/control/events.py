@@ -161,6 +161,14 @@ class RescaleRequested(Event):
 
 
 @dataclass(frozen=True)
+class WarmedUp(Event):
+    """The slots that a rescale will use are up (or could not be: then they start when they are needed)."""
+
+    stage: StageId
+    instances: int
+
+
+@dataclass(frozen=True)
 class StopRequested(Event):
     pass
 
@@ -245,6 +253,14 @@ class WriteManifest(Command):
 class Compact(Command):
     stage: StageId
     task: CompactionTask
+
+
+@dataclass(frozen=True)
+class WarmUp(Command):
+    """Start the slots that a rescale will use, while epochs go on: starting Python takes seconds, switching none."""
+
+    stage: StageId
+    instances: int
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,18 @@
 """How many rows the next epoch may have.
 
 The size follows the measured speed, so that an epoch takes about half the target latency: a row waits for the epoch
-before its own and then for its own. Changes are damped and bounded; a fixed size can be asked for.
+before its own and then for its own. An epoch costs something fixed and something for each row; both are estimated,
+because a model without the fixed part would shrink epochs for ever on a machine where the fixed part alone misses the
+target. There the size settles where the fixed cost is half of an epoch. Changes are damped and bounded; a fixed size
+can be asked for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+MEMORY = 0.9
+"""Weight of what was known, at each new epoch."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +22,8 @@ class Pacer:
     ceiling: int
     target_ms: float
     fixed: bool = False
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    """Decaying sums over epochs: 1, rows, rows squared, ms, rows times ms."""
 
     @staticmethod
     def start(fixed: int | None, floor: int, ceiling: int, target_latency_ms: float) -> Pacer:
@@ -27,9 +35,29 @@ class Pacer:
         """An epoch of ``rows`` took ``elapsed_ms`` from its start to its end."""
         if self.fixed or rows <= 0 or elapsed_ms <= 0:
             return self
-        wanted = rows * self.target_ms / elapsed_ms
+        new = (1.0, rows, rows * rows, elapsed_ms, rows * elapsed_ms)
+        pacer = replace(self, sums=tuple(MEMORY * old + x for old, x in zip(self.sums, new, strict=True)))
+        wanted = pacer.wanted()
         if wanted > self.rows_max and rows < 0.8 * self.rows_max:
-            return self  # a small epoch says nothing about how large one could be
+            return pacer  # a small epoch says nothing about how large one could be
         bounded = min(max(wanted, 0.5 * self.rows_max), 2.0 * self.rows_max)
         smooth = 0.5 * self.rows_max + 0.5 * bounded
-        return replace(self, rows_max=int(min(max(smooth, self.floor), self.ceiling)))
+        return replace(pacer, rows_max=int(min(max(smooth, self.floor), self.ceiling)))
+
+    def wanted(self) -> float:
+        """Rows for which an epoch would take the target time, as far as is known."""
+        fixed_ms, row_ms = self.costs()
+        if self.target_ms >= 2 * fixed_ms:
+            return (self.target_ms - fixed_ms) / row_ms
+        return fixed_ms / row_ms
+
+    def costs(self) -> tuple[float, float]:
+        """Milliseconds of an epoch, and of each of its rows: a line through the epochs seen."""
+        n, r, rr, t, rt = self.sums
+        rows, ms = r / n, t / n
+        variance = rr / n - rows * rows
+        if variance <= (0.05 * rows) ** 2:
+            return 0.0, ms / rows  # all of one size: the two parts cannot be told apart
+        slope = (rt / n - rows * ms) / variance
+        row_ms = min(max(slope, 0.05 * ms / rows), ms / rows)  # neither part is negative, nor the row's nothing
+        return ms - row_ms * rows, row_ms

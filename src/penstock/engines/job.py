@@ -13,6 +13,7 @@ from typing import Any
 from penstock.config import Config
 from penstock.connectors.store import DirectoryLock, FsspecStore
 from penstock.control.events import RescaleRequested, StopRequested
+from penstock.control.routing import RoutingTable
 from penstock.engines.local import LocalEngine
 from penstock.engines.protocol import Engine
 from penstock.engines.runtime import Runtime
@@ -42,7 +43,14 @@ class Job:
     @property
     def notices(self) -> list[str]:
         """Things worth saying that were no errors, such as a damaged checkpoint that was passed over."""
-        return list(self._runtime.notices)
+        engine = self._runtime.engine
+        return [*self._runtime.notices, *getattr(engine, "notices", ())]
+
+    @property
+    def routing(self) -> RoutingTable | None:
+        """Which container owns which slice, now; None while the job starts."""
+        controller = self._runtime.controller
+        return None if controller is None else controller.routing
 
     def wait(self, timeout: float | None = None) -> bool:
         """True when the job has ended, False after the timeout. Raises the error that ended it, if one did."""

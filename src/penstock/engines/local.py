@@ -12,7 +12,18 @@ from typing import Any
 
 import msgspec
 
-from penstock.control.events import Compact, Event, Flush, Flushed, RunStage, StageDone, StageFailed, TaskReport
+from penstock.control.events import (
+    Compact,
+    Event,
+    Flush,
+    Flushed,
+    RunStage,
+    StageDone,
+    StageFailed,
+    TaskReport,
+    WarmedUp,
+    WarmUp,
+)
 from penstock.control.routing import RoutingTable
 from penstock.engines.protocol import Post
 from penstock.engines.task import TaskSpec, Worker
@@ -113,6 +124,12 @@ class LocalEngine:
             self.post(StageFailed(time.monotonic(), command.epoch, StageId("flush"), command.attempt, repr(error)))
             return
         self.post(Flushed(time.monotonic(), command.epoch, command.attempt, reports))
+
+    def prepare(self, routing: RoutingTable) -> None:
+        pass
+
+    def warm_up(self, command: WarmUp) -> None:
+        self.post(WarmedUp(time.monotonic(), command.stage, command.instances))
 
     def compact(self, command: Compact, run: Callable[[], Event]) -> None:
         self.post(run())

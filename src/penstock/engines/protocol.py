@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from penstock.control.events import Compact, Event, Flush, RunStage
+from penstock.control.events import Compact, Event, Flush, RunStage, WarmUp
 from penstock.control.routing import RoutingTable
 
 Post = Callable[[Event], None]
@@ -34,6 +34,12 @@ class Engine(Protocol):
 
     def flush(self, command: Flush, routing: RoutingTable) -> None:
         """Answered by Flushed or StageFailed(stage="flush")."""
+
+    def prepare(self, routing: RoutingTable) -> None:
+        """Before the first epoch: bring up in the background what will be needed."""
+
+    def warm_up(self, command: WarmUp) -> None:
+        """Answered by WarmedUp, whether it worked or not."""
 
     def compact(self, command: Compact, run: Callable[[], Event]) -> None:
         """Run ``run`` in the background and post its event."""

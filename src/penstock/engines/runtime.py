@@ -59,6 +59,7 @@ from penstock.control.events import (
     Started,
     TaskError,
     Tick,
+    WarmUp,
     WriteManifest,
 )
 from penstock.control.pacing import Pacer
@@ -252,6 +253,7 @@ class Runtime:
         for id, source in self.plan.sources.items():
             source.open(SourceContext(id, self.checkpoint_url, self.engine.spark))
             source.remember(facts.get(id, []))
+        self.engine.prepare(RoutingTable.from_json(restored.routing) if restored else routing)
         resumed = manifest is not None or bool(logged)
         for id, node in self.plan.sinks.items():
             assert node.sink is not None
@@ -408,6 +410,8 @@ class Runtime:
                 self.engine.flush(command, self._routing(command.routing))
             case WriteManifest():
                 self._submit(self.publisher, self._write_manifest, command)
+            case WarmUp():
+                self.engine.warm_up(command)
             case Compact():
                 self.engine.compact(command, lambda: self._compact(command))
             case ReleaseEpoch():

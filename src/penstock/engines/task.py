@@ -39,6 +39,8 @@ from penstock.state.store import Store
 from penstock.state.table import Fragment, KeyedTable
 
 DEAD_LETTERS = "__dead_letters"
+DEAD_LETTERS_MAX = 10_000
+"""Kept of each task and epoch when the flow has no sink for them; all are counted."""
 MANIFEST_NAME = "manifests/{:012d}.json"
 
 
@@ -183,7 +185,8 @@ class Worker:
             stage = self.plan.by_id[StageId(spec.stage)]
             container = self.containers.get((spec.stage, spec.index))
             sealed = container is not None and spec.epoch in container.table.epochs()
-            # It may stand at a later epoch: what was sealed on the way is still being written, and that is all it takes.
+            # It may stand at a later epoch: what was sealed on the way is still being written, and that
+            # is all it takes.
             if container is None or container.attempt != spec.attempt or not (sealed or container.epoch == spec.epoch):
                 report.missing = True
                 return report
@@ -410,7 +413,7 @@ class Worker:
             if sink is not None:
                 self._deliver(DEAD_LETTERS, sink, spec, part, frame, report)
             else:
-                report.tables[DEAD_LETTERS] = frame_bytes(frame.head(100))
+                report.tables[DEAD_LETTERS] = frame_bytes(frame.head(DEAD_LETTERS_MAX))
 
     def _deliver(self, id: str, sink: Any, spec: TaskSpec, part: str, frame: pl.DataFrame, report: TaskReport) -> None:
         if not frame.height:
@@ -457,8 +460,7 @@ def split_by_owner(
 
 
 def _nothing(node: Node, frame: pl.DataFrame) -> pl.DataFrame:
-    """No rows, with the hidden columns that rows would have: tasks must agree on columns, whatever they happen to get.
-    """
+    """No rows, with the hidden columns that rows would have: tasks must agree on columns, whatever they get."""
     hidden = {ORDER: pl.UInt64()} if ORDER in frame.columns and not isinstance(node.step, BatchStep) else {}
     return pl.DataFrame(schema={**node.schema, **hidden})
 

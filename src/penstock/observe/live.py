@@ -7,7 +7,12 @@ what users see. ``LiveView`` only asks, draws and waits.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -423,3 +428,32 @@ def watch(
             write(line)
         else:
             print(line, flush=True)
+
+
+@contextlib.contextmanager
+def quiet_start() -> Iterator[None]:
+    """Java and Spark write a dozen harmless lines to standard error as they start; they are shown only on failure.
+
+    The descriptor itself is turned, since the JVM inherits that and not Python's ``sys.stderr``.
+    """
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except Exception:
+            os.dup2(saved, 2)
+            said.seek(0)
+            os.write(2, said.read())
+            raise
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def await_start(job: JobLike, interrupted: threading.Event | None = None) -> None:
+    """Returns when Spark is up and the job runs, or has ended; raises what ended it."""
+    while job.status().phase == "starting" and not (interrupted is not None and interrupted.is_set()):
+        if job.wait(0.05):
+            return

@@ -107,8 +107,10 @@ class Metrics:
         recent = [e for e in list(self.epochs)[-200:] if e["at_s"] >= now - self.began - WINDOW_S]
         span = max(now - self.began - recent[0]["at_s"], 0.001) if len(recent) > 1 else 0.0
         times = sorted(e["ms"] for e in recent)
-        # A row waits for the epoch under way, then for its own: half of that on average.
+        # A row that came right before its epoch was planned waits for that one; one that just missed the plan
+        # before, longer.
         waits = sorted(e["latency_ms"] for e in recent if e["rows"])
+        typical = sorted((e["ms"] + e["latency_ms"]) / 2 for e in recent if e["rows"])
         operators = []
         for id, (kind, names) in self.kinds.items():
             s = self.stages[id]
@@ -149,7 +151,7 @@ class Metrics:
             self.rows,
             sum(e["rows"] for e in recent[1:]) / span if span else 0.0,
             median(times) if times else 0.0,
-            waits[len(waits) // 2] / 2 if waits else 0.0,
+            typical[len(typical) // 2] if typical else 0.0,
             waits[min(len(waits) - 1, int(len(waits) * 0.99))] if waits else 0.0,
             sum(o.state_rows for o in operators),
             sum(o.state_bytes for o in operators),

@@ -57,7 +57,7 @@ def plot_run(
     times.plot(at, [float(entry["ms"]) for entry in history], color=_ORANGE, linewidth=1.0, marker="o", markersize=2.5)
     _style(times, "epoch time, ms")
 
-    instances = [float(entry.get("instances", 0)) for entry in history]
+    instances = [_total(entry.get("instances", 0)) for entry in history]
     counts.step(at, instances, where="post", color=_GREEN, linewidth=1.8)
     counts.set_ylim(0, max([*instances, 1.0]) * 1.25)
     counts.yaxis.get_major_locator().set_params(integer=True)
@@ -174,3 +174,8 @@ def _save(figure: Figure, target: Path) -> Path:
             f"{target}: cannot be written: {error.strerror}.", remedy="Name a place that can be."
         ) from error
     return target
+
+
+def _total(instances: Any) -> float:
+    """A number, or a number for each stage."""
+    return float(sum(instances.values()) if isinstance(instances, Mapping) else instances)

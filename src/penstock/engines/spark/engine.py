@@ -8,13 +8,14 @@ with several upstream stages are united partition by partition.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,18 @@ import cloudpickle
 import msgspec
 
 from penstock.config import Config
-from penstock.control.events import Compact, Event, Flush, Flushed, RunStage, StageDone, StageFailed, TaskReport
+from penstock.control.events import (
+    Compact,
+    Event,
+    Flush,
+    Flushed,
+    RunStage,
+    StageDone,
+    StageFailed,
+    TaskReport,
+    WarmedUp,
+    WarmUp,
+)
 from penstock.control.routing import RoutingTable
 from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.protocol import Post
@@ -57,6 +69,23 @@ class Output:
     tasks: int
 
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Classes of the user's flow file travel by value; what msgspec caches on a dataclass cannot, and it makes it
+    anew.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and "__msgspec_cache__" in vars(obj):
+            del obj.__msgspec_cache__  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
+
+
+def pickle_plan(plan: Plan) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(plan)
+    return buffer.getvalue()
+
+
 class SparkEngine:
     name = "spark"
 
@@ -75,6 +104,9 @@ class SparkEngine:
         self.nodes_of_attempt = -1
         self.slots: dict[tuple[str, int, str], Any] = {}
         self.placements: dict[tuple[int, str | None], Any] = {}
+        self.warming: dict[StageId, Future[None]] = {}
+        self.instances: dict[StageId, int] = {}
+        """Instances of each stage in the last epoch that ran."""
         self.source_tasks: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[int, str], Output] = {}
         self.group = f"penstock-{self.run_id}"
@@ -105,7 +137,7 @@ class SparkEngine:
             ship_package(sc)
             check_executors(sc, len(self.jvm.executors()))
         try:
-            pickled = cloudpickle.dumps(self.plan)
+            pickled = pickle_plan(self.plan)
         except Exception as error:
             raise FlowError(
                 f"the flow cannot be sent to Spark's workers: {type(error).__name__}: {error}.",
@@ -186,6 +218,28 @@ class SparkEngine:
     def flush(self, command: Flush, routing: RoutingTable) -> None:
         self.pool.submit(self._guard, command.epoch, StageId("flush"), command.attempt, self._flush, command, routing)
 
+    def prepare(self, routing: RoutingTable) -> None:
+        """Start the Python workers of all stages at once, rather than one stage after another in the first epoch."""
+        for stage in self.plan.stages:
+            self.warming[stage.id] = self.pool.submit(self._warm, stage.id, range(routing.instances[stage.id]))
+
+    def warm_up(self, command: WarmUp) -> None:
+        def work() -> None:
+            # Slots in use must be left alone: a second task would start a second process beside theirs.
+            self._warm(command.stage, range(self.instances.get(command.stage, 0), command.instances))
+            self.post(WarmedUp(time.monotonic(), command.stage, command.instances))
+
+        self.pool.submit(work)
+
+    def _warm(self, stage: StageId, indices: range) -> None:
+        try:
+            self.jvm.job_group(self.group, "warm-up", msgspec.json.encode(JobSpec("warm", {}, {})).decode())
+            tasks = [self.jvm.python(self._placed(1, i), self._slot(stage, i)) for i in indices]
+            if tasks:
+                self.jvm.union(tasks).count()
+        except Exception as error:
+            self.notices.append(f"starting the workers of '{stage}' ahead failed: {private.short_reason(error)}")
+
     def compact(self, command: Compact, run: Callable[[], Event]) -> None:
         self.pool.submit(lambda: self.post(run()))
 
@@ -216,6 +270,10 @@ class SparkEngine:
         began = time.monotonic()
         self._new_attempt(command.attempt)
         stage = self.plan.by_id[command.stage]
+        warming = self.warming.pop(stage.id, None)
+        if warming is not None:
+            warming.result()
+        self.instances[stage.id] = routing.instances[stage.id]
         offsets, partitions = self._numbering(routing)
         specs = task_specs(command, self.plan, routing, splits, self.on_error)
         job = JobSpec("run", {command.stage: specs[0]}, offsets, splits)
@@ -288,8 +346,7 @@ class SparkEngine:
         self._refresh_nodes()
 
     def _collect(self, stage: str, epoch: int, attempt: int, count: int) -> tuple[TaskReport, ...]:
-        """The control records of a job that has just ended. Spark hands over a task's before it says the job is done.
-        """
+        """The control records of a job that has just ended: Spark hands them over before it says so."""
         with self.lock:
             self.reports += self.accumulator.value
             self.accumulator.value = []

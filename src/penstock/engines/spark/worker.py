@@ -101,6 +101,9 @@ class SlotTask:
         context = TaskContext.get()
         assert context is not None
         job = _decode(context.getLocalProperty("penstock.spec") or "")
+        if job.mode == "warm":
+            self.worker()
+            return
         spec = msgspec.structs.replace(job.specs[self.stage], index=self.index)
         # Elements of a placement RDD are empty; alone (a source) or zipped with blobs, they say nothing.
         blobs = [blob for blob in iterator if blob]

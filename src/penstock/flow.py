@@ -326,7 +326,7 @@ class Stream:
         return KeyedStream(self, tuple(columns))
 
     def top_k(self, id: str, k: int, *, by: str, per: str | Sequence[str] = (), descending: bool = True) -> Stream:
-        """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per`` or of all."""
+        """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per``, or all."""
         group = (per,) if isinstance(per, str) else tuple(per)
         _check_columns(id, (by, *group), self.schema)
         if self.windowed:

@@ -1,9 +1,9 @@
 """A job to be killed: a running count, windows, a ranking and a custom operator, into Parquet.
 
-    python driver_job.py DIR [--engine local|spark] [--die STEP:K | --die-within CALLS:MICROSECONDS]
+    python driver_job.py DIR [--engine local|spark] [--small] [--die STEP:K | --die-within CALLS:MICROSECONDS]
     python driver_job.py --serve
 
-``--die`` kills this process with SIGKILL at the K-th time the step of a commit with this name is reached. ``--die-within``
+``--small`` leaves out the windows and runs one instance of each stage, because starting Python workers takes Spark a while. ``--die`` kills this process with SIGKILL at the K-th time the step of a commit with this name is reached. ``--die-within``
 kills it so many microseconds after the CALLS-th step of any name: anywhere, in the middle of whatever it does then.
 Started again with the same DIR it goes on.
 
@@ -29,7 +29,8 @@ import penstock as ps
 from penstock.engines.job import start
 
 ROWS, EPOCH_ROWS = 4_000, 400
-SINKS = ("counts", "windows", "ranking", "gaps")
+SMALL = ("counts", "gaps")
+SINKS = (*SMALL, "windows", "ranking")
 STEPS = (
     "before-log",
     "after-log",
@@ -54,7 +55,7 @@ class Gaps(ps.Operator):
             emit(word=key, gap=abs(now - before))
 
 
-def build(out: Path) -> ps.Flow:
+def build(out: Path, small: bool) -> ps.Flow:
     import polars as pl
 
     def sink(name: str) -> ps.Sink:
@@ -64,26 +65,27 @@ def build(out: Path) -> ps.Flow:
     words = flow.source("words", ps.words(vocabulary=60, rows=ROWS, seed=3, events_per_s=100, disorder=3.0))
     counts = words.key_by("word").aggregate("count", n=ps.count(), last=ps.max("ts"))
     counts.sink("counts", sink("counts"))
+    timed = words.with_columns("at", at=pl.col("ts").dt.epoch("us"))
+    timed.key_by("word").process("gap", Gaps(), schema={"word": str, "gap": int}).sink("gaps", sink("gaps"))
+    if small:
+        return flow
     windows = words.key_by("word").window(ps.hopping("4s", every="2s", on="ts", lateness="1s"))
     per_window = windows.aggregate("window", n=ps.count())
     per_window.sink("windows", sink("windows"))
     per_window.top_k("top", 3, by="n").sink("ranking", sink("ranking"))
-    timed = words.with_columns("at", at=pl.col("ts").dt.epoch("us"))
-    timed.key_by("word").process("gap", Gaps(), schema={"word": str, "gap": int}).sink("gaps", sink("gaps"))
     return flow
 
 
-def config(place: Path, **more: Any) -> ps.Config:
+def config(place: Path, instances: int) -> ps.Config:
     return ps.Config(
         master="local[2]",
         checkpoint=str(place / "checkpoint"),
         epoch_rows=EPOCH_ROWS,
-        instances=1,
+        instances=instances,
         slices=8,
         checkpoint_interval_s=0,
         deltas_max=2,
         manifests_kept=2,
-        **more,
     )
 
 
@@ -116,13 +118,14 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("place", type=Path)
     parser.add_argument("--engine", default="local")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--die")
     parser.add_argument("--die-within")
     given = parser.parse_args(arguments)
     job = start(
-        build(given.place / "out"),
+        build(given.place / "out", given.small),
         engine=given.engine,
-        config=config(given.place),
+        config=config(given.place, 1 if given.small else 2),
         trip=killer(given.die, given.die_within),
     )
     job.wait()

@@ -100,7 +100,7 @@ def nurseries() -> Iterator[None]:
 
 def output(place: Path) -> Output:
     """What readers see, and every published file."""
-    frames = {s: ps.read_output(place / "out" / s).sort(pl.all()) for s in driver_job.SINKS}
+    frames = {s.name: ps.read_output(s).sort(pl.all()) for s in sorted((place / "out").iterdir())}
     files = {
         str(f.relative_to(place / "out")): f.read_bytes()
         for f in sorted((place / "out").rglob("*.parquet"))
@@ -122,30 +122,34 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Output:
     place = tmp_path_factory.mktemp("undisturbed")
     assert run(place, "local") == 0
     found = output(place)
+    assert sorted(found[0]) == sorted(driver_job.SINKS)
     assert all(frame.height > 50 for frame in found[0].values()), "enough of everything to go wrong"
     assert found[0]["counts"].group_by("word").agg(pl.col("n").max())["n"].sum() == driver_job.ROWS
     return found
 
 
-def until_done(place: Path, engine: str) -> None:
-    assert run(place, engine) == 0
+@pytest.fixture(scope="module")
+def undisturbed_small(tmp_path_factory: pytest.TempPathFactory) -> Output:
+    place = tmp_path_factory.mktemp("undisturbed")
+    assert run(place, "local", "--small") == 0
+    return output(place)
 
 
-def killed_at_random(place: Path, engine: str, seed: int, kills: int) -> int:
+def killed_at_random(place: Path, engine: str, seed: int, kills: int, *options: str) -> int:
     """Kill, start again, kill again. The moment: some microseconds after some step; both are chance."""
     chance = random.Random(seed)
     died = 0
     for _ in range(kills):
         calls, microseconds = chance.randint(1, 40), chance.randint(0, 40_000)
-        died += run(place, engine, "--die-within", f"{calls}:{microseconds}") != 0
-    until_done(place, engine)
+        died += run(place, engine, *options, "--die-within", f"{calls}:{microseconds}") != 0
+    assert run(place, engine, *options) == 0
     return died
 
 
 @pytest.mark.parametrize("step", driver_job.STEPS)
 def test_killed_at_each_step_of_a_commit(step: str, undisturbed: Output, tmp_path: Path) -> None:
     assert run(tmp_path, "local", "--die", f"{step}:2") == -signal.SIGKILL, f"'{step}' was not reached"
-    until_done(tmp_path, "local")
+    assert run(tmp_path, "local") == 0
     check(tmp_path, undisturbed)
 
 
@@ -176,21 +180,20 @@ def test_it_survives_dying_at_every_start(undisturbed: Output, tmp_path: Path) -
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_killed_at_each_step_on_spark(undisturbed: Output, tmp_path: Path) -> None:
+def test_killed_at_each_step_on_spark(undisturbed_small: Output, tmp_path: Path) -> None:
     """One job, killed at each step in turn. Its files are those of the local engine, byte for byte."""
     for step in driver_job.STEPS:
-        if run(tmp_path, "spark", "--die", f"{step}:1") == 0:
-            pytest.fail(f"the job ended before '{step}'")
-    until_done(tmp_path, "spark")
-    check(tmp_path, undisturbed)
+        assert run(tmp_path, "spark", "--small", "--die", f"{step}:1") != 0, f"the job ended before '{step}'"
+    assert run(tmp_path, "spark", "--small") == 0
+    check(tmp_path, undisturbed_small)
 
 
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.skipif("PENSTOCK_SLOW" not in os.environ, reason="25 deaths on Spark take minutes: set PENSTOCK_SLOW=1")
 @pytest.mark.timeout(900)
-def test_killed_at_random_moments_on_spark(undisturbed: Output, tmp_path: Path) -> None:
+def test_killed_at_random_moments_on_spark(undisturbed_small: Output, tmp_path: Path) -> None:
     for seed in range(5):
         place = tmp_path / str(seed)
-        killed_at_random(place, "spark", seed, 5)
-        check(place, undisturbed)
+        killed_at_random(place, "spark", seed, 5, "--small")
+        check(place, undisturbed_small)

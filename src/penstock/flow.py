@@ -8,6 +8,7 @@ known to be wrong is refused as soon as it is written, naming the step.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -277,7 +278,6 @@ class Stream:
         lazy = pl.LazyFrame(schema=self.schema)
         method = {"select": lazy.select, "with_columns": lazy.with_columns, "where": lazy.filter}[kind]
         try:
-            schema = method(*exprs, **named).collect_schema()
             if kind == "where":
                 for predicate in exprs:
                     dtype = lazy.select(predicate.alias("p")).collect_schema()["p"]
@@ -285,10 +285,11 @@ class Stream:
                         raise FlowError(
                             f"operator '{id}': its predicate gives {dtype}, not true or false.", operator=id
                         )
+            schema = method(*exprs, **named).collect_schema()
         except pl.exceptions.ColumnNotFoundError as error:
-            missing = str(error).splitlines()[0].split(":")[-1].strip().strip('"')
-            _check_columns(id, [missing], self.schema)
-            raise
+            # polars: unable to find column "wrod"; valid columns: [...]
+            _check_columns(id, re.findall(r'"([^"]*)"', str(error))[:1], self.schema)
+            raise FlowError(f"operator '{id}': {str(error).splitlines()[0]}.", operator=id) from None
         except FlowError:
             raise
         except Exception as error:
@@ -335,6 +336,13 @@ class Stream:
             raise FlowError(
                 f"operator '{id}': top_k here needs a result to rank: '{self.id}' is a stream of events.",
                 remedy="Put an aggregate before it, or use key_by(...).top_k(...) for the greatest events of each key.",
+                operator=id,
+            )
+        elif not set(group) <= set(self.identity):
+            changing = next(g for g in group if g not in self.identity)
+            raise FlowError(
+                f"operator '{id}': '{changing}' is a result that changes, and rows would stay behind in groups they have left.",
+                remedy=f"Rank per {', '.join(self.identity)}, or over all.",
                 operator=id,
             )
         operator = TopK(

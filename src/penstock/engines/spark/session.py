@@ -48,6 +48,10 @@ DEFAULTS = {
 }
 
 
+LOCAL_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseParallelGC")
+"""In local mode the JVM shares its cores with the Python workers, and moves bytes for them. The optimising compiler and a
+concurrent collector take more of these cores, for minutes, than their work gives back."""
+
 LOG4J = """\
 rootLogger.level = error
 rootLogger.appenderRef.stderr.ref = console
@@ -96,9 +100,11 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
         del settings["spark.driver.host"], settings["spark.driver.bindAddress"]
     else:
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # or Spark warns about the host's name
-    settings["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_quiet_logging()}"
+    java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", *(LOCAL_JVM if is_local(config.master) else ())]
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
     settings.update(config.spark)
+    java.append(settings.get("spark.driver.extraJavaOptions", ""))  # of two flags that disagree, Java takes the last
+    settings["spark.driver.extraJavaOptions"] = " ".join(java).strip()
     builder: Any = SparkSession.builder.master(config.master).appName(name)
     for key, value in settings.items():
         builder = builder.config(key, value)

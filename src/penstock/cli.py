@@ -474,6 +474,8 @@ def _print_result(result: Mapping[str, Any]) -> None:
         for key, value in pairs:
             table.add_row(escape(str(key)), f"[bold]{_cell(value)}[/bold]")
         console.print(table)
+    for note in result.get("notes", ()):
+        console.print(escape(str(note)), style="bright_black", highlight=False)
 
 
 def _cell(value: Any) -> str:

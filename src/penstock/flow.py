@@ -341,7 +341,7 @@ class Stream:
         elif not set(group) <= set(self.identity):
             changing = next(g for g in group if g not in self.identity)
             raise FlowError(
-                f"operator '{id}': '{changing}' is a result that changes, and rows would stay behind in groups they have left.",
+                f"operator '{id}': '{changing}' is a result that changes: rows would stay in groups they have left.",
                 remedy=f"Rank per {', '.join(self.identity)}, or over all.",
                 operator=id,
             )

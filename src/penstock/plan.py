@@ -16,6 +16,7 @@ from penstock.connectors.base import Sink, Source
 from penstock.flow import Graph, Node
 from penstock.ids import StageId
 from penstock.operators.base import KeyedOperator
+from penstock.operators.steps import BatchStep
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Edge:
     node: str
     downstream: StageId
     port: int = 0
+    ordered: bool = True
+    """Rows of a source leave in source order. False: a function on batches made it impossible to tell."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ class Stage:
     @property
     def stateful(self) -> bool:
         return self.keyed is not None and self.keyed.table() is not None
+
+    @property
+    def forks(self) -> bool:
+        """Rows take several ways within the stage and come together again: their order must be restored there."""
+        inside = {self.root.id, *(s.id for s in self.steps)}
+        return any(len(inside.intersection(s.inputs)) > 1 for s in self.steps)
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -104,7 +113,7 @@ def compile_flow(graph: Graph) -> Plan:
     for root in graph.nodes:
         if root.kind not in ("source", "keyed"):
             continue
-        reached = {root.id}
+        reached, tagged, ordered = {root.id}, {root.id}, {root.id}
         steps: list[Node] = []
         sinks: list[Node] = []
         outs: list[Edge] = []
@@ -115,10 +124,15 @@ def compile_flow(graph: Graph) -> Plan:
             if node.kind == "sink":
                 sinks.append(node)
             elif node.kind == "keyed":
-                outs.append(Edge(StageId(root.id), sources[0], StageId(node.id)))
+                outs.append(Edge(StageId(root.id), sources[0], StageId(node.id), ordered=sources[0] in ordered))
             else:
                 steps.append(node)
                 reached.add(node.id)
+                # A function on batches keeps the order of its rows, we trust, but not the tags that say what it was.
+                if tagged.issuperset(sources) and not isinstance(node.step, BatchStep):
+                    tagged.add(node.id)
+                if ordered.issuperset(sources) and (len(sources) == 1 or node.id in tagged):
+                    ordered.add(node.id)
         parts.append((root, steps, sinks, outs))
     all_edges = [e for *_, outs in parts for e in outs]
     stages = tuple(

@@ -3,8 +3,10 @@
     python driver_job.py DIR [--engine local|spark] [--small] [--die STEP:K | --die-within CALLS:MICROSECONDS]
     python driver_job.py --serve
 
-``--small`` leaves out the windows and runs one instance of each stage, because starting Python workers takes Spark a while. ``--die`` kills this process with SIGKILL at the K-th time the step of a commit with this name is reached. ``--die-within``
-kills it so many microseconds after the CALLS-th step of any name: anywhere, in the middle of whatever it does then.
+``--small`` leaves out the windows and runs one instance of each stage, because Spark takes a while to start Python
+workers. ``--die`` kills this process with SIGKILL at the K-th time the step of a commit with this name is reached.
+``--die-within`` kills it so many microseconds after the CALLS-th step of any name: anywhere, in the middle of whatever
+it does then.
 Started again with the same DIR it goes on.
 
 ``--serve`` reads command lines (JSON) from standard input and forks a process for each, answering with its exit status:

@@ -1,7 +1,8 @@
-"""SIGKILL of the driver, anywhere: started again until it is done, its output is that of an undisturbed run, to the byte.
+"""SIGKILL of the driver, anywhere: started again until it is done, it gives the output of an undisturbed run, to the
+byte.
 
-In the default run every step of a commit is hit, with both engines, and 25 random moments with the local one. The same 25
-moments on Spark take some minutes::
+In the default run every step of a commit is hit, with both engines, and 25 random moments with the local one. The same
+25 moments on Spark take some minutes::
 
     PENSTOCK_SLOW=1 pytest tests/crash/test_driver_kill.py -k random
 """
@@ -180,6 +181,7 @@ def test_it_survives_dying_at_every_start(undisturbed: Output, tmp_path: Path) -
 
 @pytest.mark.spark
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_killed_at_each_step_on_spark(undisturbed_small: Output, tmp_path: Path) -> None:
     """One job, killed at each step in turn. Its files are those of the local engine, byte for byte."""
     for step in driver_job.STEPS:

@@ -92,7 +92,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pl.DataFrame
     return output(place)
 
 
-# -- stores that fail --------------------------------------------------------------------------------------------------------
+# -- stores that fail ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -179,7 +179,10 @@ def test_a_full_disk_is_called_so(
 
 
 def test_no_room_for_the_output(
-    expected: dict[str, pl.DataFrame], use_store: Callable[[Store], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expected: dict[str, pl.DataFrame],
+    use_store: Callable[[Store], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = MemoryStore()
     use_store(disk)
@@ -201,7 +204,7 @@ def test_no_room_for_the_output(
     check(tmp_path, expected)
 
 
-# -- files that rot ----------------------------------------------------------------------------------------------------------
+# -- files that rot --------------------------------------------------------------------------------------------------
 
 
 def stopped(place: Path, epochs: int = 4) -> Path:
@@ -308,7 +311,7 @@ def test_a_damaged_job_file(tmp_path: Path) -> None:
         resume(tmp_path)
 
 
-# -- whose directory -----------------------------------------------------------------------------------------------------------
+# -- whose directory -------------------------------------------------------------------------------------------------
 
 
 def test_a_second_job_in_another_process_is_refused(tmp_path: Path) -> None:
@@ -343,7 +346,9 @@ except ps.PenstockError as error:
 def python(code: str) -> str:
     path = os.pathsep.join(p for p in sys.path if p)
     env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -354,7 +359,7 @@ def test_output_of_another_job_is_refused(tmp_path: Path) -> None:
         run(build(tmp_path))
 
 
-# -- flows that change -------------------------------------------------------------------------------------------------------
+# -- flows that change -----------------------------------------------------------------------------------------------
 
 
 def changed(how: str, out: Path) -> ps.Flow:
@@ -462,7 +467,9 @@ def test_other_settings_after_a_restart(settings: dict[str, Any], crash: bool, t
     assert any("slices=64 is ignored" in n for n in job.notices) == ("slices" in settings)
     if "instances" in settings:
         wanted = settings["instances"]
-        assert {o.id: o.instances for o in job.status().operators} == dict.fromkeys(("in", "sums", "windows", "last"), wanted)
+        assert {o.id: o.instances for o in job.status().operators} == dict.fromkeys(
+            ("in", "sums", "windows", "last"), wanted
+        )
     frames = output(tmp_path / "out")
     assert frames["a"].group_by("k").agg(pl.col("n").max())["n"].sum() == ROWS
     assert frames["b"]["n"].sum() == 2 * ROWS

@@ -51,6 +51,8 @@ from penstock.control.events import (
     StopRequested,
     TaskReport,
     Tick,
+    WarmedUp,
+    WarmUp,
     WriteManifest,
 )
 from penstock.control.pacing import Pacer
@@ -108,7 +110,7 @@ class World:
         self.stopped = False
         self.driver_starts()
 
-    # -- the driver's life ---------------------------------------------------------------------------------------------
+    # -- the driver's life -------------------------------------------------------------------------------------------
 
     def driver_starts(self) -> None:
         """From disk alone. Nothing of an earlier driver is heard of again."""
@@ -153,6 +155,8 @@ class World:
                 self.publisher.append(lambda really: self.write_manifest(command, really))
             case CollectGarbage():
                 self.publisher.append(lambda really: self.collect_garbage(command, really))
+            case WarmUp():
+                self.jobs.append(lambda: WarmedUp(self.now, command.stage, command.instances))
             case Compact():
                 self.jobs.append(lambda: self.compact(command))
             case Finish():
@@ -165,7 +169,7 @@ class World:
             case _:
                 raise AssertionError(command)
 
-    # -- work ------------------------------------------------------------------------------------------------------------
+    # -- work --------------------------------------------------------------------------------------------------------
 
     def plan(self, command: PlanEpoch) -> Event:
         ranges: dict[str, dict[str, Any]] = {}
@@ -216,7 +220,7 @@ class World:
         return StageDone(self.now, command.epoch, command.stage, command.attempt, tuple(reports))
 
     def apply(self, command: RunStage, routing: RoutingTable, report: TaskReport) -> None:
-        """A container: in memory at the epoch before, or from the checkpoint if that is the epoch before, or missing."""
+        """A container: in memory at the epoch before, or from the checkpoint if it is that epoch's, or missing."""
         key = (command.stage, report.index)
         found = self.containers.get(key)
         if found is not None and found.attempt != command.attempt:
@@ -313,7 +317,7 @@ class World:
         out = DeltaFile(name, task.stage, task.kind, task.epoch_from, task.epoch_to, task.slices, 1, size, "c")
         return Compacted(self.now, command.stage, task, out)
 
-    # -- chance ----------------------------------------------------------------------------------------------------------
+    # -- chance ------------------------------------------------------------------------------------------------------
 
     def bad_luck(self, weight: float = 1.0) -> bool:
         return self.random.random() < self.faults * weight
@@ -388,7 +392,9 @@ def blank() -> Manifest:
     return Manifest("job", "flow", {}, 0)
 
 
-def live_and_heal(seed: int, rows: int, faults: float, in_flight: int, interval_s: float, turns: int, stop: bool) -> World:
+def live_and_heal(
+    seed: int, rows: int, faults: float, in_flight: int, interval_s: float, turns: int, stop: bool
+) -> World:
     world = World(seed, rows=rows, faults=faults, in_flight=in_flight, interval_s=interval_s)
     world.live(turns, stop=stop)
     world.heal()
@@ -436,11 +442,9 @@ def test_a_seed_replays_exactly() -> None:
 
 
 def test_the_faults_are_really_met() -> None:
-    """Among a few seeds there are recoveries in place, deaths, rescales and compactions; else the test above is idle."""
+    """Among a few seeds there are recoveries, deaths, rescales and compactions; else the test above is idle."""
     worlds = [live_and_heal(seed, 150, 0.1, 3, 0.0, 600, False) for seed in range(12)]
     assert sum(w.controller.recoveries for w in worlds) > 0
     assert sum(w.disk.starts > 1 for w in worlds) > 3
     assert any(w.controller.routing.version > 2 for w in worlds)
     assert any(n.startswith("merged") for w in worlds for n in w.disk.files)
-
-

@@ -257,10 +257,7 @@ def test_the_greatest_events_of_each_key(data: st.DataObject) -> None:
 
     run(build, frame, cut, ["top"])
     expected = {
-        g: [
-            tuple(plain_key(v) for v in row.values())
-            for row in greatest(rows, k, by, [c for c in frame.columns if c not in ()], descending)
-        ]
+        g: [tuple(plain_key(v) for v in row.values()) for row in greatest(rows, k, by, frame.columns, descending)]
         for g, rows in by_key(frame.iter_rows(named=True), key).items()
     }
     assert ranking(sink.frame(), key) == expected
@@ -291,16 +288,13 @@ def test_a_ranking_of_running_aggregates(data: st.DataObject) -> None:
         for rows in by_key(frame.iter_rows(named=True), key).values()
     ]
     expected = {
-        g: [
-            tuple(plain_key(v) for v in row.values())
-            for row in greatest(rows, k, by, [*key, *over], descending)
-        ]
+        g: [tuple(plain_key(v) for v in row.values()) for row in greatest(rows, k, by, [*key, *over], descending)]
         for g, rows in by_key(values, per).items()
     }
     assert ranking(sink.frame(), per) == expected
 
 
-# -- custom operators ----------------------------------------------------------------------------------------------------
+# -- custom operators ------------------------------------------------------------------------------------------------
 
 
 class Fold(ps.Operator):
@@ -350,8 +344,10 @@ def test_a_custom_operator_sees_each_keys_events_in_source_order(data: st.DataOb
         return flow
 
     run(build, frame, cut, ["fold", "in"])
-    expected = {repr_key(dict(zip(key, k, strict=True))): folded_by_hand(rows)
-                for k, rows in by_key(frame.iter_rows(named=True), key).items()}  # fmt: skip
+    expected = {
+        repr_key(dict(zip(key, k, strict=True))): folded_by_hand(rows)
+        for k, rows in by_key(frame.iter_rows(named=True), key).items()
+    }
     got: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for who, *values in sink.frame().iter_rows():
         got[who].append(tuple(plain(v) for v in values))
@@ -387,9 +383,9 @@ def test_order_survives_a_second_exchange(data: st.DataObject) -> None:
     batches = data.draw(st.booleans(), "a batch function in between")
     outcomes = []
     for cut in (first, Cut(first.epochs, second.instances, second.slices, 0.0, 1, second.rescales)):
-        sink = MemorySink()
+        sink, sums = MemorySink(), MemorySink()
 
-        def build(source: ps.Source, sink: MemorySink = sink) -> ps.Flow:
+        def build(source: ps.Source, sink: MemorySink = sink, sums: MemorySink = sums) -> ps.Flow:
             flow = ps.Flow("second")
             counts = flow.source("in", source).key_by(*key).aggregate("agg", n=ps.count(), x=ps.sum("x"), s=ps.min("s"))
             odd = counts.where("odd", pl.col("n") % 2 == 1)
@@ -400,18 +396,52 @@ def test_order_survives_a_second_exchange(data: st.DataObject) -> None:
             both.key_by("group").process("fold", Fold(), schema={k: v for k, v in TAGGED.items() if k != "who"}).sink(
                 "out", sink
             )
-            both.key_by("group").aggregate("sums", total=ps.sum("x")).sink("sums-out", sums[-1])
+            both.key_by("group").aggregate("sums", total=ps.sum("x")).sink("sums-out", sums)
             return flow
 
-        sums: list[MemorySink] = [MemorySink()]
         run(build, frame, cut, ["agg", "fold"])
         outcomes.append(
             [
                 {e: sorted(tuple(map(plain, r)) for r in f.iter_rows()) for e, f in each.epochs.items()}
-                for each in (sink, sums[-1])
+                for each in (sink, sums)
             ]
         )
     assert outcomes[0] == outcomes[1]
+
+
+@given(st.data())
+@examples(25)
+def test_a_diamond_restores_source_order(data: st.DataObject) -> None:
+    """Rows that took different ways within a stage come together in the order the source gave them."""
+    frame, _ = data.draw(inputs())
+    cut = data.draw(cuts(frame.height), "cut")
+    sink, times = MemorySink(), MemorySink()
+    frame = frame.with_columns(t=pl.Series([i * 7 % 23 for i in range(frame.height)]).cast(pl.Datetime("us")))
+
+    def build(source: ps.Source) -> ps.Flow:
+        flow = ps.Flow("diamond")
+        stream = flow.source("in", source).with_columns("one", who=pl.lit("all"))
+        low = stream.where("low", pl.col("i").fill_null(0) < 0)
+        high = stream.where("high", pl.col("i").fill_null(0) >= 0).map_rows(
+            "same", lambda row: row, schema=stream.schema
+        )
+        both = low.union("both", high)
+        both.key_by("who").process("fold", Tagged(), schema=TAGGED).sink("out", sink)
+        both.key_by("who").window(ps.tumbling(1e-5, on="t")).aggregate("w", n=ps.count()).sink("windows", times)
+        return flow
+
+    job = run(build, frame, cut, ["fold", "in"])
+    got = [tuple(plain(v) for v in row[1:]) for row in sink.frame().iter_rows()]
+    assert got == folded_by_hand(list(frame.iter_rows(named=True)))
+    high_us, late, windows = -1, 0, defaultdict(int)
+    for i in range(frame.height):
+        high_us = max(high_us, i * 7 % 23)
+        if i * 7 % 23 // 10 * 10 + 10 > high_us:
+            windows[i * 7 % 23 // 10 * 10] += 1
+        else:
+            late += 1
+    assert sorted(times.frame()["n"].to_list()) == sorted(windows.values())
+    assert job.status().late == late
 
 
 def test_a_float_group_may_be_nan() -> None:
@@ -425,7 +455,9 @@ def test_a_float_group_may_be_nan() -> None:
 @pytest.mark.parametrize("dtype", [pl.UInt64(), pl.Int8(), pl.UInt8(), pl.Float32(), pl.Boolean()], ids=str)
 def test_extremes_of_narrow_and_unsigned_columns(dtype: pl.DataType) -> None:
     top = {pl.UInt64(): 2**64 - 1, pl.Int8(): 127, pl.UInt8(): 255, pl.Float32(): 3.0, pl.Boolean(): True}[dtype]
-    frame = pl.DataFrame({"k": [1, 1, 1, 2], "v": pl.Series([None, top, False if top is True else 0, None], dtype=dtype)})
+    frame = pl.DataFrame(
+        {"k": [1, 1, 1, 2], "v": pl.Series([None, top, False if top is True else 0, None], dtype=dtype)}
+    )
     flow = ps.Flow("extremes")
     keyed = flow.source("in", testing.rows(frame, epochs=[1, 1, 2])).key_by("k")
     keyed.aggregate("agg", low=ps.min("v"), high=ps.max("v")).sink("out", ps.memory())
@@ -436,10 +468,14 @@ def test_extremes_of_narrow_and_unsigned_columns(dtype: pl.DataType) -> None:
 
 def test_extremes_of_times() -> None:
     days = pl.Series("d", [date(1969, 12, 31), None, date(2024, 2, 29)])
-    frame = pl.DataFrame({"k": [1, 1, 1], "d": days, "t": days.cast(pl.Datetime("ms")), "u": days.cast(pl.Datetime("ns"))})
+    frame = pl.DataFrame(
+        {"k": [1, 1, 1], "d": days, "t": days.cast(pl.Datetime("ms")), "u": days.cast(pl.Datetime("ns"))}
+    )
     flow = ps.Flow("times")
     keyed = flow.source("in", testing.rows(frame, epochs=[1, 2])).key_by("k")
-    keyed.aggregate("agg", **{f"{f.__name__}_{c}": f(c) for c in "dtu" for f in (ps.min, ps.max)}).sink("o", ps.memory())
+    keyed.aggregate("agg", **{f"{f.__name__}_{c}": f(c) for c in "dtu" for f in (ps.min, ps.max)}).sink(
+        "o", ps.memory()
+    )
     last = testing.collect(flow, instances=2).tail(1).row(0, named=True)
     for column in "dtu":
         assert last[f"min_{column}"] == frame[column][0]

@@ -102,7 +102,7 @@ def run(build: Callable[[ps.Source], ps.Flow], frame: pl.DataFrame, cut: Cut, ke
     return job
 
 
-# -- the oracle --------------------------------------------------------------------------------------------------------
+# -- the oracle ------------------------------------------------------------------------------------------------------
 
 VALUES = ("n", "seen", "total", "whole", "mean", "low", "high", "first", "oldest")
 
@@ -137,7 +137,9 @@ def summed(groups: Sequence[Sequence[float]]) -> float:
     return total
 
 
-def expected_values(rows: list[tuple[Any, ...]], names: Sequence[str], over: dict[str, ps.Aggregate]) -> tuple[Any, ...]:
+def expected_values(
+    rows: list[tuple[Any, ...]], names: Sequence[str], over: dict[str, ps.Aggregate]
+) -> tuple[Any, ...]:
     """rows: (pane, lo, x, i, s) in source order."""
     panes: dict[tuple[int, int], list[float]] = defaultdict(list)
     for pane, lo, x, *_ in rows:
@@ -191,7 +193,7 @@ def oracle(
     return {w: expected_values(found, list(over), over) for w, found in windows.items()}, late
 
 
-# -- generated input -----------------------------------------------------------------------------------------------------
+# -- generated input -------------------------------------------------------------------------------------------------
 
 SPECIAL = [math.nan, -0.0, 0.0, math.inf, -math.inf, 0.1, 0.2, 0.3, 1e16, -1e16, 1.0]
 KEYS: dict[str, Any] = {
@@ -297,9 +299,7 @@ def test_the_best_of_each_window(data: st.DataObject) -> None:
 
 def in_key_order(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Ascending, NaN after all numbers, nulls last: how ties are broken."""
-    return tuple(
-        (2, 0) if v is None else (1, 0) if v == "nan" else (0, float(v) if _number(v) else v) for v in key
-    )
+    return tuple((2, 0) if v is None else (1, 0) if v == "nan" else (0, float(v) if _number(v) else v) for v in key)
 
 
 def _number(value: Any) -> bool:
@@ -320,8 +320,12 @@ def _number(value: Any) -> bool:
 def test_every_kind_of_time(dtype: pl.DataType, unit_us: int) -> None:
     times = [-3, -2, -1, 0, 1, 4, 5, 6]
     physical = pl.Series("t", times, dtype=pl.Int64) * (1_000 if dtype == pl.Datetime("ns") else 1)
-    frame = pl.DataFrame({"k": ["a"] * len(times), "t": physical.cast(pl.Int32).cast(dtype) if dtype == pl.Date()
-                          else physical.cast(dtype)})  # fmt: skip
+    frame = pl.DataFrame(
+        {
+            "k": ["a"] * len(times),
+            "t": physical.cast(pl.Int32).cast(dtype) if dtype == pl.Date() else physical.cast(dtype),
+        }
+    )
     flow = ps.Flow("times")
     windows = flow.source("in", testing.rows(frame)).key_by("k").window(ps.tumbling(micro(2 * unit_us), on="t"))
     windows.aggregate("w", n=ps.count()).sink("out", ps.memory())
@@ -337,7 +341,9 @@ def test_a_window_after_a_window() -> None:
 
     def build(source: ps.Source) -> ps.Flow:
         flow = ps.Flow("twice")
-        small = flow.source("in", source).key_by("k").window(ps.tumbling(micro(10), on="t")).aggregate("a", n=ps.count())
+        small = (
+            flow.source("in", source).key_by("k").window(ps.tumbling(micro(10), on="t")).aggregate("a", n=ps.count())
+        )
         large = small.key_by("k").window(ps.tumbling(micro(60), on="window_start")).aggregate("b", n=ps.sum("n"))
         large.sink("out", sink)
         return flow

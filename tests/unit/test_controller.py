@@ -37,6 +37,8 @@ from penstock.control.events import (
     TaskError,
     TaskReport,
     Tick,
+    WarmedUp,
+    WarmUp,
     WriteManifest,
 )
 from penstock.control.pacing import Pacer
@@ -65,7 +67,9 @@ class Driver:
         settings.setdefault("checkpoint_interval_s", -1.0)
         routing = RoutingTable.initial(8, self.topology.keyed(), instances)
         pacer = Pacer.start(100, 1, 1_000, 500)
-        self.controller = Controller(self.topology, routing, pacer, Settings(**settings), Manifest("job", "flow", {}, 0))
+        self.controller = Controller(
+            self.topology, routing, pacer, Settings(**settings), Manifest("job", "flow", {}, 0)
+        )
         self.now = 0.0
 
     def step(self, event: Event) -> list[Command]:
@@ -146,7 +150,15 @@ def brief(commands: list[Command]) -> list[Any]:
         match c:
             case RunStage():
                 out.append(("run", c.stage, c.epoch))
-            case PlanEpoch() | LogEpoch() | PublishEpoch() | Flush() | WriteManifest() | ReleaseEpoch() | CollectGarbage():
+            case (
+                PlanEpoch()
+                | LogEpoch()
+                | PublishEpoch()
+                | Flush()
+                | WriteManifest()
+                | ReleaseEpoch()
+                | CollectGarbage()
+            ):
                 out.append((type(c).__name__, c.epoch))
             case CancelAll():
                 out.append(("CancelAll", c.attempt))
@@ -163,7 +175,7 @@ def one(commands: list[Command], kind: type[Command]) -> Any:
     return found[0]
 
 
-# -- an epoch's life -----------------------------------------------------------------------------------------------------
+# -- an epoch's life -------------------------------------------------------------------------------------------------
 
 
 def test_nothing_happens_before_the_engine_is_up() -> None:
@@ -255,7 +267,7 @@ def test_parts_and_tables_of_all_stages_are_published_in_order() -> None:
     assert publish.tables == {"mem": [b"\0", b"\1"]}
 
 
-# -- idle, end, stop -------------------------------------------------------------------------------------------------------
+# -- idle, end, stop -------------------------------------------------------------------------------------------------
 
 
 def test_an_idle_source_is_asked_again_and_gets_an_empty_epoch_now_and_then() -> None:
@@ -321,7 +333,7 @@ def test_so_many_epochs_and_no_more() -> None:
     assert brief(d.written(1)) == [("CollectGarbage", 1), ("Finish", "complete")]
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_with_deltas_that_arrive_an_epoch_later() -> None:
@@ -412,7 +424,7 @@ def test_long_chains_of_deltas_are_merged_and_the_result_is_in_the_next_manifest
     assert not {f.name for f in task.inputs} & manifest.names()
 
 
-# -- time -------------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------------------------
 
 
 def test_watermarks_follow_the_greatest_time_before_each_split() -> None:
@@ -449,7 +461,7 @@ def test_a_window_behind_a_keyed_stage_follows_what_that_sent() -> None:
     assert (run.watermark, run.arrivals) == (45, {})
 
 
-# -- rescaling ---------------------------------------------------------------------------------------------------------------
+# -- rescaling -------------------------------------------------------------------------------------------------------
 
 
 def test_a_rescale_waits_for_a_checkpoint_and_takes_effect_with_the_next_epoch() -> None:
@@ -457,7 +469,9 @@ def test_a_rescale_waits_for_a_checkpoint_and_takes_effect_with_the_next_epoch()
     d.start()
     d.plan(1)
     d.log(1)
-    assert d.step(RescaleRequested(0.0, COUNT, 4)) == []
+    assert d.step(RescaleRequested(0.0, COUNT, 4)) == [WarmUp(COUNT, 4, cause="RescaleRequested")]
+    assert d.controller.rescales == [], "epochs go on while processes start"
+    assert d.step(WarmedUp(0.0, COUNT, 4)) == []
     assert brief(d.plan(2)) == [("LogEpoch", 2)], "no further epoch is planned under the old routing"
     d.log(2)
     for epoch in (1, 2):
@@ -479,6 +493,7 @@ def test_a_rescale_before_any_input_needs_no_checkpoint() -> None:
     d = Driver()
     d.start()
     d.step(RescaleRequested(0.0, COUNT, 5))
+    d.step(WarmedUp(0.0, COUNT, 5))
     assert brief(d.step(NothingNew(0.0, Epoch(1)))) == []
     assert d.controller.routing.instances[COUNT] == 5
     assert brief(d.step(Tick(1.0))) == [("PlanEpoch", 1)]
@@ -494,7 +509,7 @@ def test_a_rescale_that_cannot_be_changes_nothing(stage: str, instances: int) ->
         d.controller.routing.rescale(StageId(stage), instances)
 
 
-# -- failure and recovery ----------------------------------------------------------------------------------------------------
+# -- failure and recovery --------------------------------------------------------------------------------------------
 
 
 def test_after_a_failure_everything_since_the_checkpoint_runs_again() -> None:
@@ -604,6 +619,7 @@ def test_a_rescale_survives_a_failure_right_after_it() -> None:
     d = Driver(epochs_in_flight=1)
     d.start()
     d.step(RescaleRequested(0.0, COUNT, 4))
+    d.step(WarmedUp(0.0, COUNT, 4))
     d.step(NothingNew(0.0, Epoch(1)))
     d.step(Tick(1.0))
     d.plan(1)
@@ -685,7 +701,7 @@ def test_publishing_the_same_epochs_again_is_no_progress() -> None:
     assert one(d.flushed(1, RECOVERIES_MAX + 1, missing=True), Fail).error.kind == "EngineError"
 
 
-# -- restart -----------------------------------------------------------------------------------------------------------------
+# -- restart ---------------------------------------------------------------------------------------------------------
 
 
 def stopped_at(epoch: int, **settings: Any) -> tuple[Driver, Manifest]:

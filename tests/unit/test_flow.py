@@ -60,61 +60,235 @@ def divides(frame: pl.DataFrame) -> pl.DataFrame:
 
 WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
     # what: (how, what the message says, what the remedy says)
-    "select an unknown column": (lambda: source().select("pick", "wrod"), "operator 'pick': there is no column 'wrod'", "Did you mean 'word'"),
-    "expression over an unknown column": (lambda: source().where("big", pl.col("amont") > 1), "operator 'big': there is no column 'amont'", "Did you mean 'amount'"),
-    "with_columns over an unknown column": (lambda: source().with_columns("add", y=pl.col("xyz") + 1), "operator 'add': there is no column 'xyz'", "The columns are word, amount"),
+    "select an unknown column": (
+        lambda: source().select("pick", "wrod"),
+        "operator 'pick': there is no column 'wrod'",
+        "Did you mean 'word'",
+    ),
+    "expression over an unknown column": (
+        lambda: source().where("big", pl.col("amont") > 1),
+        "operator 'big': there is no column 'amont'",
+        "Did you mean 'amount'",
+    ),
+    "with_columns over an unknown column": (
+        lambda: source().with_columns("add", y=pl.col("xyz") + 1),
+        "operator 'add': there is no column 'xyz'",
+        "The columns are word, amount",
+    ),
     "key by an unknown column": (lambda: source().key_by("wort"), "there is no column 'wort'", "Did you mean 'word'"),
     "key by nothing": (lambda: source().key_by(), "after 'in': key_by needs at least one column", ""),
-    "key by a list": (lambda: source().key_by("tags"), "column 'tags' of type List(String) cannot be a key", "numbers, text"),
-    "rank by an unknown column": (lambda: source().key_by("word").top_k("top", 3, by="amuont"), "operator 'top': there is no column 'amuont'", "Did you mean 'amount'"),
-    "aggregate an unknown column": (lambda: source().key_by("word").aggregate("agg", n=ps.sum("amuont")), "operator 'agg': sum(amuont) cannot be resolved", "word, amount"),
-    "two steps with one id": (lambda: source().where("in", pl.col("count") > 0), "two steps have the id 'in'", "a name of its own"),
-    "an id with a space": (lambda: source().select("my pick", "word"), "'my pick' is not an operator id", "letters, digits"),
+    "key by a list": (
+        lambda: source().key_by("tags"),
+        "column 'tags' of type List(String) cannot be a key",
+        "numbers, text",
+    ),
+    "rank by an unknown column": (
+        lambda: source().key_by("word").top_k("top", 3, by="amuont"),
+        "operator 'top': there is no column 'amuont'",
+        "Did you mean 'amount'",
+    ),
+    "aggregate an unknown column": (
+        lambda: source().key_by("word").aggregate("agg", n=ps.sum("amuont")),
+        "operator 'agg': sum(amuont) cannot be resolved",
+        "word, amount",
+    ),
+    "two steps with one id": (
+        lambda: source().where("in", pl.col("count") > 0),
+        "two steps have the id 'in'",
+        "a name of its own",
+    ),
+    "an id with a space": (
+        lambda: source().select("my pick", "word"),
+        "'my pick' is not an operator id",
+        "letters, digits",
+    ),
     "an empty id": (lambda: source().select("", "word"), "'' is not an operator id", "letters, digits"),
     "an id that is no text": (lambda: source().select(3, "word"), "3 is not an operator id", "letters, digits"),  # type: ignore[arg-type]
     "a path as a flow's name": (lambda: ps.Flow("a/b"), "'a/b' is not a flow name", "letters, digits"),
-    "an unknown on_error": (lambda: ps.Flow("f", on_error="ignore"), "on_error='ignore' is not known", "dead_letter, fail"),
-    "a source that is none": (lambda: ps.Flow("f").source("in", [1, 2]), "operator 'in': list is not a source", "ps.files"),  # type: ignore[arg-type]
+    "an unknown on_error": (
+        lambda: ps.Flow("f", on_error="ignore"),
+        "on_error='ignore' is not known",
+        "dead_letter, fail",
+    ),
+    "a source that is none": (
+        lambda: ps.Flow("f").source("in", [1, 2]),
+        "operator 'in': list is not a source",
+        "ps.files",
+    ),  # type: ignore[arg-type]
     "a sink that is none": (lambda: source().sink("out", "out/"), "operator 'out': str is not a sink", "ps.parquet"),  # type: ignore[arg-type]
-    "state without a key": (lambda: source().aggregate("agg", n=ps.count()), "operator 'agg': an aggregate keeps state", ".key_by(column).aggregate('agg'"),
-    "a custom operator without a key": (lambda: source().process("op", NoEvent()), "operator 'op': a custom operator keeps state", ".key_by(column).process('op'"),
-    "top_k of events without a key": (lambda: source().top_k("top", 3, by="amount"), "operator 'top': top_k here needs a result to rank", "key_by"),
-    "top_k of nothing": (lambda: source().key_by("word").top_k("top", 0, by="amount"), "operator 'top': k must be at least 1", ""),
-    "rank by a list": (lambda: source().key_by("word").top_k("top", 1, by="tags"), "operator 'top': rows cannot be ranked by 'tags'", "numbers, times or text"),
-    "rank per a value that changes": (lambda: source().key_by("word").aggregate("agg", n=ps.count(), m=ps.max("count")).top_k("top", 1, by="n", per="m"), "operator 'top': 'm' is a result that changes", "word"),
-    "no aggregate": (lambda: source().key_by("word").aggregate("agg"), "operator 'agg': there is nothing to aggregate", "n=ps.count()"),
-    "something that is no aggregate": (lambda: source().key_by("word").aggregate("agg", n="count"), "operator 'agg': 'n' is not an aggregate but str", "ps.count()"),  # type: ignore[arg-type]
-    "an aggregate named like the key": (lambda: source().key_by("word").aggregate("agg", word=ps.count()), "operator 'agg': 'word' is already the name of a key", "differently"),
-    "an aggregate named like a window's end": (lambda: source().key_by("word").window(ps.tumbling("1s", on="ts")).aggregate("agg", window_end=ps.count()), "operator 'agg': 'window_end' is already", "differently"),
-    "the sum of a text": (lambda: source().key_by("word").aggregate("agg", n=ps.sum("word")), "operator 'agg': sum(word) needs numbers, but its column has type String", "Cast"),
-    "the mean of a time": (lambda: source().key_by("word").aggregate("agg", n=ps.mean("ts")), "operator 'agg': mean(ts) needs numbers", "Cast"),
-    "the least list": (lambda: source().key_by("word").aggregate("agg", n=ps.min("tags")), "operator 'agg': min(tags) cannot compare", "numbers, times"),
-    "a window on a number": (lambda: source().key_by("word").window(ps.tumbling("1s", on="count")), "window after 'in': column 'count' has type Int64, not a time", "from_epoch"),
-    "a window on an unknown column": (lambda: source().key_by("word").window(ps.tumbling("1s", on="tz")), "there is no column 'tz'", "The columns are word"),
+    "state without a key": (
+        lambda: source().aggregate("agg", n=ps.count()),
+        "operator 'agg': an aggregate keeps state",
+        ".key_by(column).aggregate('agg'",
+    ),
+    "a custom operator without a key": (
+        lambda: source().process("op", NoEvent()),
+        "operator 'op': a custom operator keeps state",
+        ".key_by(column).process('op'",
+    ),
+    "top_k of events without a key": (
+        lambda: source().top_k("top", 3, by="amount"),
+        "operator 'top': top_k here needs a result to rank",
+        "key_by",
+    ),
+    "top_k of nothing": (
+        lambda: source().key_by("word").top_k("top", 0, by="amount"),
+        "operator 'top': k must be at least 1",
+        "",
+    ),
+    "rank by a list": (
+        lambda: source().key_by("word").top_k("top", 1, by="tags"),
+        "operator 'top': rows cannot be ranked by 'tags'",
+        "numbers, times or text",
+    ),
+    "rank per a value that changes": (
+        lambda: (
+            source().key_by("word").aggregate("agg", n=ps.count(), m=ps.max("count")).top_k("top", 1, by="n", per="m")
+        ),
+        "operator 'top': 'm' is a result that changes",
+        "word",
+    ),
+    "no aggregate": (
+        lambda: source().key_by("word").aggregate("agg"),
+        "operator 'agg': there is nothing to aggregate",
+        "n=ps.count()",
+    ),
+    "something that is no aggregate": (
+        lambda: source().key_by("word").aggregate("agg", n="count"),
+        "operator 'agg': 'n' is not an aggregate but str",
+        "ps.count()",
+    ),  # type: ignore[arg-type]
+    "an aggregate named like the key": (
+        lambda: source().key_by("word").aggregate("agg", word=ps.count()),
+        "operator 'agg': 'word' is already the name of a key",
+        "differently",
+    ),
+    "an aggregate named like a window's end": (
+        lambda: source().key_by("word").window(ps.tumbling("1s", on="ts")).aggregate("agg", window_end=ps.count()),
+        "operator 'agg': 'window_end' is already",
+        "differently",
+    ),
+    "the sum of a text": (
+        lambda: source().key_by("word").aggregate("agg", n=ps.sum("word")),
+        "operator 'agg': sum(word) needs numbers, but its column has type String",
+        "Cast",
+    ),
+    "the mean of a time": (
+        lambda: source().key_by("word").aggregate("agg", n=ps.mean("ts")),
+        "operator 'agg': mean(ts) needs numbers",
+        "Cast",
+    ),
+    "the least list": (
+        lambda: source().key_by("word").aggregate("agg", n=ps.min("tags")),
+        "operator 'agg': min(tags) cannot compare",
+        "numbers, times",
+    ),
+    "a window on a number": (
+        lambda: source().key_by("word").window(ps.tumbling("1s", on="count")),
+        "window after 'in': column 'count' has type Int64, not a time",
+        "from_epoch",
+    ),
+    "a window on an unknown column": (
+        lambda: source().key_by("word").window(ps.tumbling("1s", on="tz")),
+        "there is no column 'tz'",
+        "The columns are word",
+    ),
     "a window that is none": (lambda: source().key_by("word").window("30s"), "'30s' is not a window", "ps.tumbling"),  # type: ignore[arg-type]
-    "a duration that is none": (lambda: ps.tumbling("a while", on="ts"), "window size: 'a while' is not a duration", "'30s'"),
+    "a duration that is none": (
+        lambda: ps.tumbling("a while", on="ts"),
+        "window size: 'a while' is not a duration",
+        "'30s'",
+    ),
     "a window of no length": (lambda: ps.tumbling(0, on="ts"), "greater than zero", "size='30s'"),
-    "a window that hops over rows": (lambda: ps.hopping("1s", every="2s", on="ts"), "hops further than it is long", "at most"),
+    "a window that hops over rows": (
+        lambda: ps.hopping("1s", every="2s", on="ts"),
+        "hops further than it is long",
+        "at most",
+    ),
     "negative lateness": (lambda: ps.tumbling("1s", on="ts", lateness=-1), "lateness cannot be negative", "0s"),
-    "a predicate that is a number": (lambda: source().where("w", pl.col("count") + 1), "operator 'w': its predicate gives Int64", ""),
-    "types that do not fit": (lambda: source().with_columns("w", y=pl.col("word") - pl.col("ts")), "operator 'w': with_columns does not fit its input", "word"),
-    "a union of different columns": (lambda: (lambda s: s.union("u", s.select("less", "word")))(source()), "operator 'u': 'in' and 'less' have different columns", "Select the same columns"),
+    "a predicate that is a number": (
+        lambda: source().where("w", pl.col("count") + 1),
+        "operator 'w': its predicate gives Int64",
+        "",
+    ),
+    "types that do not fit": (
+        lambda: source().with_columns("w", y=pl.col("word") - pl.col("ts")),
+        "operator 'w': with_columns does not fit its input",
+        "word",
+    ),
+    "a union of different columns": (
+        lambda: (lambda s: s.union("u", s.select("less", "word")))(source()),
+        "operator 'u': 'in' and 'less' have different columns",
+        "Select the same columns",
+    ),
     "a union of one": (lambda: source().union("u"), "operator 'u': union needs at least one other", ""),
-    "a union with itself": (lambda: (lambda s: s.union("u", s))(source()), "operator 'u': a stream cannot be united with itself", ""),
-    "a union with another flow": (lambda: source().union("u", source(id="other")), "operator 'u': 'other' belongs to another flow", ""),
-    "a batch function that fails on no rows": (lambda: source().map_batches("m", divides), "operator 'm': its function raised ZeroDivisionError on an empty batch", "schema={column: type}"),
-    "a batch function that returns no table": (lambda: source().map_batches("m", lambda f: 3), "operator 'm': its function raised", "schema={column: type}"),
+    "a union with itself": (
+        lambda: (lambda s: s.union("u", s))(source()),
+        "operator 'u': a stream cannot be united with itself",
+        "",
+    ),
+    "a union with another flow": (
+        lambda: source().union("u", source(id="other")),
+        "operator 'u': 'other' belongs to another flow",
+        "",
+    ),
+    "a batch function that fails on no rows": (
+        lambda: source().map_batches("m", divides),
+        "operator 'm': its function raised ZeroDivisionError on an empty batch",
+        "schema={column: type}",
+    ),
+    "a batch function that returns no table": (
+        lambda: source().map_batches("m", lambda f: 3),
+        "operator 'm': its function raised",
+        "schema={column: type}",
+    ),
     "a batch function that is none": (lambda: source().map_batches("m", 3), "operator 'm': 3 is not a function", ""),  # type: ignore[arg-type]
-    "a row function that is none": (lambda: source().map_rows("m", "x", schema={"a": int}), "operator 'm': 'x' is not a function", ""),  # type: ignore[arg-type]
-    "a schema that is none": (lambda: source().map_rows("m", lambda r: r, schema={"a": "whatever"}), "operator 'm':", ""),
-    "a reserved column": (lambda: source().with_columns("w", __x=pl.lit(1)), "operator 'w': column '__x' begins with two underscores", "Rename"),
-    "an operator without on_event": (lambda: source().key_by("word").process("op", NoEvent(), schema={"a": int}), "operator 'op': NoEvent does not define on_event", "def on_event"),
-    "an operator that takes no event": (lambda: source().key_by("word").process("op", TooFew(), schema={"a": int}), "operator 'op': on_event must take at least key and event", "def on_event"),
-    "a state without a type": (lambda: source().key_by("word").process("op", Unannotated(), schema={"a": int}), "operator 'op': parameter 'state' of on_event is neither", "ps.Value[int]"),
-    "a state that cannot be stored": (lambda: source().key_by("word").process("op", Unstorable(), schema={"a": int}), "operator 'op': state 'state' of type", "dataclass"),
-    "a state of an unknown type": (lambda: source().key_by("word").process("op", Unresolvable(), schema={"a": int}), "operator 'op': an annotation of on_event cannot be resolved", "module level"),
-    "an operator that is none": (lambda: source().key_by("word").process("op", print, schema={"a": int}), "operator 'op': builtin_function_or_method is not a ps.Operator", "Derive"),  # type: ignore[arg-type]
-}  # fmt: skip
+    "a row function that is none": (
+        lambda: source().map_rows("m", "x", schema={"a": int}),
+        "operator 'm': 'x' is not a function",
+        "",
+    ),  # type: ignore[arg-type]
+    "a schema that is none": (
+        lambda: source().map_rows("m", lambda r: r, schema={"a": "whatever"}),
+        "operator 'm':",
+        "",
+    ),
+    "a reserved column": (
+        lambda: source().with_columns("w", __x=pl.lit(1)),
+        "operator 'w': column '__x' begins with two underscores",
+        "Rename",
+    ),
+    "an operator without on_event": (
+        lambda: source().key_by("word").process("op", NoEvent(), schema={"a": int}),
+        "operator 'op': NoEvent does not define on_event",
+        "def on_event",
+    ),
+    "an operator that takes no event": (
+        lambda: source().key_by("word").process("op", TooFew(), schema={"a": int}),
+        "operator 'op': on_event must take at least key and event",
+        "def on_event",
+    ),
+    "a state without a type": (
+        lambda: source().key_by("word").process("op", Unannotated(), schema={"a": int}),
+        "operator 'op': parameter 'state' of on_event is neither",
+        "ps.Value[int]",
+    ),
+    "a state that cannot be stored": (
+        lambda: source().key_by("word").process("op", Unstorable(), schema={"a": int}),
+        "operator 'op': state 'state' of type",
+        "dataclass",
+    ),
+    "a state of an unknown type": (
+        lambda: source().key_by("word").process("op", Unresolvable(), schema={"a": int}),
+        "operator 'op': an annotation of on_event cannot be resolved",
+        "module level",
+    ),
+    "an operator that is none": (
+        lambda: source().key_by("word").process("op", print, schema={"a": int}),
+        "operator 'op': builtin_function_or_method is not a ps.Operator",
+        "Derive",
+    ),  # type: ignore[arg-type]
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -179,7 +353,9 @@ def test_schemas_follow_the_steps() -> None:
     assert dict(stream.schema) == {"word": pl.String(), "twice": pl.Float64()}
     counted = stream.key_by("word").aggregate("n", n=ps.count(), top=ps.max("twice"))
     assert dict(counted.schema) == {"word": pl.String(), "n": pl.Int64(), "top": pl.Float64()}
-    windows = source(id="b").key_by("word", "count").window(ps.tumbling("1s", on="ts")).aggregate("w", m=ps.mean("amount"))
+    windows = (
+        source(id="b").key_by("word", "count").window(ps.tumbling("1s", on="ts")).aggregate("w", m=ps.mean("amount"))
+    )
     assert windows.schema.names() == ["word", "count", "window_start", "window_end", "m"]
     assert windows.top_k("t", 1, by="m").schema.names()[-1] == "rank"
 
@@ -195,8 +371,16 @@ def test_streams_are_values() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("30s", 30_000_000), ("500ms", 500_000), ("1h30m", 5_400_000_000), ("1.5s", 1_500_000), (2, 2_000_000), ("1 d", 86_400_000_000), ("7us", 7)],
-)  # fmt: skip
+    [
+        ("30s", 30_000_000),
+        ("500ms", 500_000),
+        ("1h30m", 5_400_000_000),
+        ("1.5s", 1_500_000),
+        (2, 2_000_000),
+        ("1 d", 86_400_000_000),
+        ("7us", 7),
+    ],
+)
 def test_durations(text: str | int, expected: int) -> None:
     assert microseconds(text, "size") == expected
 

@@ -41,7 +41,7 @@ def test_stateless_steps_run_where_their_rows_are() -> None:
     stream.sink("out", ps.memory())
     plan = planned(flow)
     assert shape(plan) == {"in": (["w", "s", "m"], ["out"], [])}
-    assert not plan.stages[0].stateful
+    assert not plan.stages[0].stateful and not plan.stages[0].forks
     assert plan.fingerprint() == {}
 
 
@@ -86,6 +86,21 @@ def test_a_diamond_within_a_stage_is_one_exchange() -> None:
     plan = planned(flow)
     assert shape(plan)["in"] == (["a", "b", "both"], [], [("both", "count")])
     assert len(plan.stages[1].ins) == 1
+
+
+def test_a_diamond_with_a_batch_function_cannot_restore_source_order() -> None:
+    """Such a function loses the tags: what follows is ordered by content, and time goes epoch by epoch."""
+    for batches in (False, True):
+        flow = ps.Flow("f")
+        source = flow.source("in", rows(FRAME))
+        other = source.where("b", pl.col("x") <= 0)
+        if batches:
+            other = other.map_batches("m", lambda f: f)
+        both = source.where("a", pl.col("x") > 0).union("both", other)
+        both.key_by("k").aggregate("count", n=ps.count()).sink("out", ps.memory())
+        stage = planned(flow).stages[0]
+        assert stage.forks
+        assert stage.outs[0].ordered is not batches
 
 
 def test_a_diamond_of_keyed_stages() -> None:
@@ -134,7 +149,8 @@ def test_explain_names_everything() -> None:
         "    paid: where -> [k: String, x: Float64, t: Datetime(time_unit='us', time_zone=None)]",
         "    exchange paid -> 'sales'",
         "  stage 1 'sales' (keyed by k)",
-        "    sales: hopping 30s/10s total=sum(x) -> [k: String, window_start: Datetime(time_unit='us', time_zone=None), "
+        "    sales: hopping 30s/10s total=sum(x) -> [k: String, "
+        "window_start: Datetime(time_unit='us', time_zone=None), "
         "window_end: Datetime(time_unit='us', time_zone=None), total: Float64]",
         "    out: sink memory",
     ]

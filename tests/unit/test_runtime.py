@@ -138,7 +138,7 @@ def test_the_beginning_of_a_source() -> None:
     assert sum(last_counts(sink.frame()).values()) == 35
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def failing(row: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +157,9 @@ def erroneous(kind: str, on_error: str) -> ps.Flow:
     if kind == "rows":
         made = stream.map_rows("bad", failing, schema=schema)
     elif kind == "batches":
-        made = stream.map_batches("bad", lambda f: pl.DataFrame([failing(r) for r in f.iter_rows(named=True)], schema), schema=schema)
+        made = stream.map_batches(
+            "bad", lambda f: pl.DataFrame([failing(r) for r in f.iter_rows(named=True)], schema), schema=schema
+        )
     else:
         made = stream.key_by("k").process("bad", Fails(), schema=schema)
     made.sink("out", ps.memory())
@@ -227,7 +229,7 @@ def test_what_is_no_flow_is_refused() -> None:
         ps.run_local("flow.py")  # type: ignore[arg-type]
 
 
-# -- the testing module ----------------------------------------------------------------------------------------------------
+# -- the testing module ----------------------------------------------------------------------------------------------
 
 
 def test_collect_swaps_sources_and_sinks(tmp_path: Path) -> None:
@@ -262,7 +264,9 @@ def test_a_manual_clock() -> None:
     assert clock() == 7.5
     with pytest.raises(ValueError):
         clock.advance(-1)
-    source = ps.generator(lambda a, n, r: pl.DataFrame({"k": ["a"] * n}), schema={"k": str}, rows_per_s=10, rows=30, clock=clock)
+    source = ps.generator(
+        lambda a, n, r: pl.DataFrame({"k": ["a"] * n}), schema={"k": str}, rows_per_s=10, rows=30, clock=clock
+    )
     sink = ps.memory()
     job = start(counting(source, sink), engine="local", config=ps.Config(instances=1, poll_ms=1), clock=clock)
     while not job.wait(0.001):

@@ -221,6 +221,8 @@ class Worker:
         rows = result.frame.height
         report.rows_in = rows + len(result.bad)
         report.by_operator[stage.root.id] = (report.rows_in, rows, (time.perf_counter() - began) * 1000)
+        if stage.forks:
+            return result.frame.with_columns(pl.int_range(pl.len(), dtype=pl.UInt64).alias(ORDER))
         return result.frame
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -313,12 +315,13 @@ class Worker:
         assert stage.keyed is not None
         arrivals: list[Arrival] = []
         order = {e.upstream: i for i, e in enumerate(stage.ins)}
+        ordered = {e.upstream: e.ordered for e in stage.ins}
         for blob in blobs:
             header, frames = unpack_blob(blob)
             origin = StageId(header.origin)
-            marks = spec.arrivals.get(header.origin)
+            from_source = self.plan.by_id[origin].source is not None and ordered[origin]
+            marks = spec.arrivals.get(header.origin) if from_source else None
             mark = marks[header.index] if marks else spec.watermark_before
-            from_source = self.plan.by_id[origin].source is not None
             arrivals += [Arrival(f, header.origin, header.index, from_source, mark, port) for port, f in frames]
         # Blobs arrive in any order; sorting by where they come from makes the input deterministic.
         arrivals.sort(key=lambda a: (a.port, order[StageId(a.origin)], a.index))
@@ -375,7 +378,9 @@ class Worker:
         assert operator is not None
         if not frame.height:
             return [frame] * spec.instances[edge.downstream]
-        alone = stage.source is not None and len(target.ins) == 1
+        alone = stage.source is not None and len(target.ins) == 1 and edge.ordered
+        if stage.source is not None and ORDER in frame.columns:
+            frame = frame.drop(ORDER)  # it has served: the rows are in source order
         prepared = operator.prepare(frame, alone)
         if prepared.time_max is not None:
             report.time_max[edge.downstream] = max(prepared.time_max, report.time_max.get(edge.downstream, NEVER))
@@ -470,7 +475,8 @@ def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
         return frames[0]
     tagged = all(ORDER in f.columns for f in frames)
     names = [c for c in frames[0].columns if tagged or c != ORDER]
-    return pl.concat([f.select(names) for f in frames])
+    whole = pl.concat([f.select(names) for f in frames])
+    return whole.sort(ORDER, maintain_order=True) if tagged else whole
 
 
 def task_error(error: PenstockError) -> TaskError:

@@ -49,8 +49,8 @@ DEFAULTS = {
 
 
 LOCAL_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseParallelGC")
-"""In local mode the JVM shares its cores with the Python workers, and moves bytes for them. The optimising compiler and a
-concurrent collector take more of these cores, for minutes, than their work gives back."""
+"""In local mode the JVM shares its cores with the Python workers, and moves bytes for them. The optimising compiler and
+a concurrent collector take more of these cores, for minutes, than their work gives back."""
 
 LOG4J = """\
 rootLogger.level = error

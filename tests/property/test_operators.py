@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,10 @@ from penstock.connectors.sinks import MemorySink
 from penstock.engines.job import Job, start
 
 THOROUGH = settings.get_current_profile_name() == "thorough"
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+COUNTS = st.integers(1, 40)
 
 
 def examples(count: int) -> settings:
@@ -52,19 +57,18 @@ class Cut:
     rescales: tuple[tuple[int, int], ...]
 
 
-@st.composite
-def cuts(draw: st.DrawFn, count: int) -> Cut:
-    inner = draw(st.lists(st.integers(1, max(1, count - 1)), max_size=4, unique=True))
-    ends = sorted({*(i for i in inner if i < count), count})
-    slices = draw(st.sampled_from([1, 3, 8, 64]))
+def some_cut(r: random.Random, count: int) -> Cut:
+    inner = r.sample(range(1, count), min(count - 1, r.randint(0, 4)))
+    ends = [*sorted(inner), count]
+    slices = r.choice([1, 3, 8, 64])
     most = min(8, slices)
     return Cut(
         tuple(b - a for a, b in zip([0, *ends], ends, strict=False)),
-        draw(st.integers(1, most)),
+        r.randint(1, most),
         slices,
-        draw(st.sampled_from([0.0, 0.0, 3600.0])),
-        draw(st.integers(1, 3)),
-        tuple(draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, most)), max_size=2))),
+        r.choice([0.0, 0.0, 3600.0]),
+        r.randint(1, 3),
+        tuple((r.randint(1, 4), r.randint(1, most)) for _ in range(r.randint(0, 2))),
     )
 
 
@@ -97,27 +101,36 @@ def run(build: Callable[[ps.Source], ps.Flow], frame: pl.DataFrame, cut: Cut, ke
 
 
 SPECIAL = [math.nan, -0.0, 0.0, math.inf, -math.inf, 0.1, 0.2, 0.3, 1e16, -1e16, 1.0]
-KEYS: dict[str, Any] = {
-    "word": (pl.String(), st.sampled_from(["a", "b", "ü", "", "a longer key than twelve bytes"])),
-    "number": (pl.Int64(), st.sampled_from([0, -1, 7, 2**62])),
-    "real": (pl.Float64(), st.sampled_from([math.nan, -0.0, 0.0, 1.5])),
-    "day": (pl.Date(), st.sampled_from([date(2024, 2, 29), date(1969, 12, 31)])),
-    "flag": (pl.Boolean(), st.booleans()),
+KEYS: dict[str, tuple[pl.DataType, list[Any]]] = {
+    "word": (pl.String(), ["a", "b", "ü", "", "a longer key than twelve bytes"]),
+    "number": (pl.Int64(), [0, -1, 7, 2**62]),
+    "real": (pl.Float64(), [math.nan, -0.0, 0.0, 1.5]),
+    "day": (pl.Date(), [date(2024, 2, 29), date(1969, 12, 31)]),
+    "flag": (pl.Boolean(), [False, True]),
 }
 
 
-@st.composite
-def inputs(draw: st.DrawFn, most: int = 40) -> tuple[pl.DataFrame, tuple[str, ...]]:
-    key = tuple(draw(st.lists(st.sampled_from(sorted(KEYS)), min_size=1, max_size=2, unique=True)))
-    row = st.fixed_dictionaries(
+def maybe(r: random.Random, value: Any) -> Any:
+    """Now and then nothing."""
+    return None if r.random() < 0.1 else value
+
+
+def some_input(r: random.Random, count: int) -> tuple[pl.DataFrame, tuple[str, ...]]:
+    """Rows with every kind of value, and the columns to key by.
+
+    Drawn from a seed and not by Hypothesis, whose small and repetitive examples hardly ever have windows that overlap,
+    late rows and several keys at once; it still chooses, and shrinks, the number of rows.
+    """
+    key = tuple(r.sample(sorted(KEYS), r.randint(1, 2)))
+    rows = [
         {
-            **{k: st.none() | KEYS[k][1] if k in key else st.none() for k in KEYS},
-            "x": st.none() | st.sampled_from(SPECIAL) | st.floats(-1e9, 1e9),
-            "i": st.none() | st.integers(-(2**40), 2**40),
-            "s": st.none() | st.sampled_from(["x", "yy", "", "ß"]),
+            **{k: maybe(r, r.choice(KEYS[k][1])) if k in key else None for k in KEYS},
+            "x": maybe(r, r.choice(SPECIAL) if r.random() < 0.7 else r.uniform(-1e9, 1e9)),
+            "i": maybe(r, r.randint(-(2**40), 2**40)),
+            "s": maybe(r, r.choice(["x", "yy", "", "ß"])),
         }
-    )
-    rows = draw(st.lists(row, min_size=1, max_size=most))
+        for _ in range(count)
+    ]
     schema = {**{k: KEYS[k][0] for k in KEYS}, "x": pl.Float64(), "i": pl.Int64(), "s": pl.String()}
     return pl.DataFrame(rows, schema=schema), key
 
@@ -187,12 +200,13 @@ IN_ORDER: dict[str, ps.Aggregate] = {"seen": ps.count("x"), "total": ps.sum("x")
 """With sums of floats, which must be added in source order."""
 
 
-@given(st.data())
+@given(seed=SEEDS, count=COUNTS)
 @examples(60)
-def test_running_aggregates_end_at_the_same_values_to_the_last_bit(data: st.DataObject) -> None:
-    frame, key = data.draw(inputs())
-    cut = data.draw(cuts(frame.height), "cut")
-    over = data.draw(st.sampled_from([EXACT, IN_ORDER]), "aggregates")
+def test_running_aggregates_end_at_the_same_values_to_the_last_bit(seed: int, count: int) -> None:
+    r = random.Random(seed)
+    frame, key = some_input(r, count)
+    cut = some_cut(r, count)
+    over = r.choice([EXACT, IN_ORDER])
     sink = MemorySink()
 
     def build(source: ps.Source) -> ps.Flow:
@@ -240,14 +254,15 @@ def ranking(frame: pl.DataFrame, group: Sequence[str]) -> dict[Any, list[tuple[A
     return {g: [ranks[r] for r in sorted(ranks)] for g, ranks in out.items()}
 
 
-@given(st.data())
+@given(seed=SEEDS, count=COUNTS)
 @examples(40)
-def test_the_greatest_events_of_each_key(data: st.DataObject) -> None:
-    frame, key = data.draw(inputs())
-    cut = data.draw(cuts(frame.height), "cut")
-    k = data.draw(st.integers(1, 4), "k")
-    by = data.draw(st.sampled_from(["x", "i", "s"]), "by")
-    descending = data.draw(st.booleans(), "descending")
+def test_the_greatest_events_of_each_key(seed: int, count: int) -> None:
+    r = random.Random(seed)
+    frame, key = some_input(r, count)
+    cut = some_cut(r, count)
+    k = r.randint(1, 4)
+    by = r.choice(["x", "i", "s"])
+    descending = r.random() < 0.5
     sink = MemorySink()
 
     def build(source: ps.Source) -> ps.Flow:
@@ -263,17 +278,18 @@ def test_the_greatest_events_of_each_key(data: st.DataObject) -> None:
     assert ranking(sink.frame(), key) == expected
 
 
-@given(st.data())
+@given(seed=SEEDS, count=COUNTS)
 @examples(40)
-def test_a_ranking_of_running_aggregates(data: st.DataObject) -> None:
+def test_a_ranking_of_running_aggregates(seed: int, count: int) -> None:
     """Values rise and fall; the last ranking is that of the last values."""
-    frame, key = data.draw(inputs())
-    cut = data.draw(cuts(frame.height), "cut")
-    k = data.draw(st.integers(1, 4), "k")
+    r = random.Random(seed)
+    frame, key = some_input(r, count)
+    cut = some_cut(r, count)
+    k = r.randint(1, 4)
     over: dict[str, ps.Aggregate] = {n: IN_ORDER[n] for n in ("n", "mean", "whole", "least", "first")}
-    by = data.draw(st.sampled_from([*over]), "by")
-    per = data.draw(st.sampled_from([(), key[:1]]), "per")
-    descending = data.draw(st.booleans(), "descending")
+    by = r.choice([*over])
+    per = r.choice([(), key[:1]])
+    descending = r.random() < 0.5
     sink = MemorySink()
 
     def build(source: ps.Source) -> ps.Flow:
@@ -330,11 +346,12 @@ def folded_by_hand(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return out
 
 
-@given(st.data())
+@given(seed=SEEDS, count=COUNTS)
 @examples(40)
-def test_a_custom_operator_sees_each_keys_events_in_source_order(data: st.DataObject) -> None:
-    frame, key = data.draw(inputs())
-    cut = data.draw(cuts(frame.height), "cut")
+def test_a_custom_operator_sees_each_keys_events_in_source_order(seed: int, count: int) -> None:
+    r = random.Random(seed)
+    frame, key = some_input(r, count)
+    cut = some_cut(r, count)
     sink = MemorySink()
 
     def build(source: ps.Source) -> ps.Flow:
@@ -370,17 +387,18 @@ class Tagged(Fold):
 TAGGED = {"who": str, "chain": int, "seen": str, "total": float}
 
 
-@given(st.data())
+@given(seed=SEEDS, count=COUNTS)
 @examples(25)
-def test_order_survives_a_second_exchange(data: st.DataObject) -> None:
+def test_order_survives_a_second_exchange(seed: int, count: int) -> None:
     """Aggregate, then a diamond, then an order-sensitive operator under another key, with the epochs given.
 
     What comes out of a keyed stage in one epoch has an order of its own, the same at any parallelism.
     """
-    frame, key = data.draw(inputs())
-    first = data.draw(cuts(frame.height), "cut")
-    second = data.draw(cuts(frame.height), "parallelism")
-    batches = data.draw(st.booleans(), "a batch function in between")
+    r = random.Random(seed)
+    frame, key = some_input(r, count)
+    first = some_cut(r, count)
+    second = some_cut(r, count)
+    batches = r.random() < 0.5
     outcomes = []
     for cut in (first, Cut(first.epochs, second.instances, second.slices, 0.0, 1, second.rescales)):
         sink, sums = MemorySink(), MemorySink()
@@ -409,12 +427,13 @@ def test_order_survives_a_second_exchange(data: st.DataObject) -> None:
     assert outcomes[0] == outcomes[1]
 
 
-@given(st.data())
+@given(seed=SEEDS, count=COUNTS)
 @examples(25)
-def test_a_diamond_restores_source_order(data: st.DataObject) -> None:
+def test_a_diamond_restores_source_order(seed: int, count: int) -> None:
     """Rows that took different ways within a stage come together in the order the source gave them."""
-    frame, _ = data.draw(inputs())
-    cut = data.draw(cuts(frame.height), "cut")
+    r = random.Random(seed)
+    frame, _ = some_input(r, count)
+    cut = some_cut(r, count)
     sink, times = MemorySink(), MemorySink()
     frame = frame.with_columns(t=pl.Series([i * 7 % 23 for i in range(frame.height)]).cast(pl.Datetime("us")))
 
@@ -433,7 +452,8 @@ def test_a_diamond_restores_source_order(data: st.DataObject) -> None:
     job = run(build, frame, cut, ["fold", "in"])
     got = [tuple(plain(v) for v in row[1:]) for row in sink.frame().iter_rows()]
     assert got == folded_by_hand(list(frame.iter_rows(named=True)))
-    high_us, late, windows = -1, 0, defaultdict(int)
+    high_us, late = -1, 0
+    windows: dict[int, int] = defaultdict(int)
     for i in range(frame.height):
         high_us = max(high_us, i * 7 % 23)
         if i * 7 % 23 // 10 * 10 + 10 > high_us:
@@ -442,6 +462,16 @@ def test_a_diamond_restores_source_order(data: st.DataObject) -> None:
             late += 1
     assert sorted(times.frame()["n"].to_list()) == sorted(windows.values())
     assert job.status().late == late
+
+
+def test_values_that_are_null_are_ranked_last_and_stay_null() -> None:
+    """Numbers are kept in numpy arrays, which have no null of their own."""
+    frame = pl.DataFrame({"k": ["a", "b", "c", "b"], "i": pl.Series([5, None, -3, None], dtype=pl.Int64)})
+    flow = ps.Flow("nulls")
+    least = flow.source("in", testing.rows(frame, epochs=[2, 2])).key_by("k").aggregate("agg", least=ps.min("i"))
+    least.top_k("top", 3, by="least").sink("out", ps.memory())
+    out = testing.collect(flow, instances=2, checkpoint_interval_s=0)
+    assert out.tail(3).rows() == [("a", 5, 1), ("c", -3, 2), ("b", None, 3)]
 
 
 def test_a_float_group_may_be_nan() -> None:
@@ -496,7 +526,9 @@ def test_duckdb_agrees_on_a_larger_input() -> None:
     keyed.aggregate("agg", rows=ps.count(), n=ps.sum("n"), x=ps.sum("x"), low=ps.min("x")).sink("out", ps.memory())
     ours = testing.collect(flow, instances=3, epoch_rows=4_000, checkpoint_interval_s=0)
     last = {row[0]: row[1:] for row in ours.iter_rows()}
-    theirs = duckdb.sql("select k, count(*), sum(n)::bigint, sum(x), min(x) from frame group by k").fetchall()
+    theirs = (
+        duckdb.connect().execute("select k, count(*), sum(n)::bigint, sum(x), min(x) from frame group by k").fetchall()
+    )
     assert len(last) == len(theirs)
     for k, rows, n, x, low in theirs:
         assert last[k][:2] == (rows, n) and last[k][3] == low

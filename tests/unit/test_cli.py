@@ -424,6 +424,7 @@ def benchmarks(clean_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)
     Path("benchmarks").mkdir()
+    write("benchmarks/__init__.py", "")  # a package without it would lose against the repository's
     write("benchmarks/words.py", BENCH)
     write("benchmarks/_sizes.py", "ROWS = 10\n")
     write("benchmarks/helpers.py", "def other(): ...\n")

@@ -40,12 +40,12 @@ class TooFew(ps.Operator):
 
 
 class Unannotated(ps.Operator):
-    def on_event(self, key: Any, event: Any, state: Any, emit: Any) -> None:  # type: ignore[override]
+    def on_event(self, key: Any, event: Any, state: Any, emit: Any) -> None:
         pass
 
 
 class Unstorable(ps.Operator):
-    def on_event(self, key: Any, event: Any, state: ps.Value[threading.Lock], emit: Any) -> None:  # type: ignore[override]
+    def on_event(self, key: Any, event: Any, state: ps.Value[threading.Lock], emit: Any) -> None:
         pass
 
 
@@ -111,10 +111,10 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         "dead_letter, fail",
     ),
     "a source that is none": (
-        lambda: ps.Flow("f").source("in", [1, 2]),
+        lambda: ps.Flow("f").source("in", [1, 2]),  # type: ignore[arg-type]
         "operator 'in': list is not a source",
         "ps.files",
-    ),  # type: ignore[arg-type]
+    ),
     "a sink that is none": (lambda: source().sink("out", "out/"), "operator 'out': str is not a sink", "ps.parquet"),  # type: ignore[arg-type]
     "state without a key": (
         lambda: source().aggregate("agg", n=ps.count()),
@@ -154,10 +154,10 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         "n=ps.count()",
     ),
     "something that is no aggregate": (
-        lambda: source().key_by("word").aggregate("agg", n="count"),
+        lambda: source().key_by("word").aggregate("agg", n="count"),  # type: ignore[arg-type]
         "operator 'agg': 'n' is not an aggregate but str",
         "ps.count()",
-    ),  # type: ignore[arg-type]
+    ),
     "an aggregate named like the key": (
         lambda: source().key_by("word").aggregate("agg", word=ps.count()),
         "operator 'agg': 'word' is already the name of a key",
@@ -244,10 +244,10 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
     ),
     "a batch function that is none": (lambda: source().map_batches("m", 3), "operator 'm': 3 is not a function", ""),  # type: ignore[arg-type]
     "a row function that is none": (
-        lambda: source().map_rows("m", "x", schema={"a": int}),
+        lambda: source().map_rows("m", "x", schema={"a": int}),  # type: ignore[arg-type]
         "operator 'm': 'x' is not a function",
         "",
-    ),  # type: ignore[arg-type]
+    ),
     "a schema that is none": (
         lambda: source().map_rows("m", lambda r: r, schema={"a": "whatever"}),
         "operator 'm':",
@@ -284,10 +284,10 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         "module level",
     ),
     "an operator that is none": (
-        lambda: source().key_by("word").process("op", print, schema={"a": int}),
+        lambda: source().key_by("word").process("op", print, schema={"a": int}),  # type: ignore[arg-type]
         "operator 'op': builtin_function_or_method is not a ps.Operator",
         "Derive",
-    ),  # type: ignore[arg-type]
+    ),
 }
 
 

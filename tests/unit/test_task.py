@@ -213,6 +213,16 @@ def test_a_container_that_keeps_some_slices_loads_only_the_new_ones() -> None:
     assert report.load_ms > 0
 
 
+def test_a_container_that_stands_elsewhere_is_loaded_afresh() -> None:
+    rig = Rig()
+    ran, _ = rig.count(1, seal=True)
+    rig.checkpoint(1, [*ran.deltas, *rig.worker.flush(rig.spec("count", 1)).deltas], [0] * SLICES)
+    for _ in range(2):  # the second time it stands at epoch 2 already, where it must not be used again
+        report, counts = rig.count(2, checkpoint=1)
+        assert not report.missing
+        assert counts == {"a": (4, 10), "b": (2, 4), "c": (2, 6)}
+
+
 def test_arrivals_are_put_in_order_whatever_order_they_come_in() -> None:
     """Sums of floats show it: 1e16 + 1 - 1e16 is 0 or 2 by order."""
     values = [1e16, 1.0, -1e16, 1.0]

@@ -59,10 +59,10 @@ ONE_THREAD = {
 }
 KEEP_MEMORY = {
     # Every epoch needs about the memory of the one before: giving it back in between costs a page fault for each page.
-    "_RJEM_MALLOC_CONF": "dirty_decay_ms:20000,muzzy_decay_ms:20000",
-    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
-    "MALLOC_MMAP_THRESHOLD_": str(256 << 20),
-    "MALLOC_TOP_PAD_": str(16 << 20),
+    "_RJEM_MALLOC_CONF": "dirty_decay_ms:1000,muzzy_decay_ms:1000",
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+    "MALLOC_TOP_PAD_": str(4 << 20),
 }
 _decode_report = msgspec.msgpack.Decoder(TaskReport).decode
 

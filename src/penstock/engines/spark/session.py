@@ -48,7 +48,7 @@ DEFAULTS = {
 }
 
 
-LOCAL_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseParallelGC")
+LOCAL_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmn64m")
 """In local mode the JVM shares its cores with the Python workers, and moves bytes for them. The optimising compiler and
 a concurrent collector take more of these cores, for minutes, than their work gives back."""
 

@@ -47,6 +47,7 @@ class Pacer:
     def wanted(self) -> float:
         """Rows for which an epoch would take the target time, as far as is known."""
         fixed_ms, row_ms = self.costs()
+        row_ms = max(row_ms, 1e-9)  # a clock that hardly moved
         if self.target_ms >= 2 * fixed_ms:
             return (self.target_ms - fixed_ms) / row_ms
         return fixed_ms / row_ms

@@ -41,14 +41,20 @@ DEFAULTS = {
     "spark.ui.retainedTasks": "200",
     "spark.sql.ui.retainedExecutions": "10",
     "spark.ui.liveUpdate.period": "10s",
-    "spark.cleaner.periodicGC.interval": "5min",
+    "spark.cleaner.periodicGC.interval": "1min",
     "spark.rdd.compress": "false",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
 
 
-LOCAL_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmn64m")
+LOCAL_JVM = (
+    "-XX:TieredStopAtLevel=1",
+    "-XX:+UseSerialGC",
+    "-Xmn64m",
+    "-XX:MinHeapFreeRatio=10",
+    "-XX:MaxHeapFreeRatio=30",
+)
 """In local mode the JVM shares its cores with the Python workers, and moves bytes for them. The optimising compiler and
 a concurrent collector take more of these cores, for minutes, than their work gives back."""
 

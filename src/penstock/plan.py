@@ -124,7 +124,12 @@ def compile_flow(graph: Graph) -> Plan:
             if node.kind == "sink":
                 sinks.append(node)
             elif node.kind == "keyed":
-                outs.append(Edge(StageId(root.id), sources[0], StageId(node.id), ordered=sources[0] in ordered))
+                # One input may feed several ports, and two branches of a stage may feed one join.
+                outs += [
+                    Edge(StageId(root.id), name, StageId(node.id), port, name in ordered)
+                    for port, name in enumerate(node.inputs)
+                    if name in reached
+                ]
             else:
                 steps.append(node)
                 reached.add(node.id)

@@ -41,6 +41,8 @@ class BadRecord:
 class ReadResult:
     frame: pl.DataFrame
     bad: tuple[BadRecord, ...] = ()
+    punctuation: tuple[tuple[int, int], ...] = ()
+    """Promises (see ``Source.punctuated``): after so many rows of the frame, no row earlier than that time (us)."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ class SourceContext:
 
 class Source(ABC):
     """Replayable by range. Pickled to workers: hold no open files or sockets outside ``open`` and ``close``."""
+
+    punctuated: bool = False
+    """Its reads carry punctuation, which alone then drives event time: the greatest time seen says nothing."""
 
     @abstractmethod
     def schema(self) -> pl.Schema:

@@ -55,13 +55,15 @@ from penstock.control.events import (
 )
 from penstock.control.pacing import Pacer
 from penstock.control.routing import RoutingTable
-from penstock.control.topology import StageInfo, Topology
+from penstock.control.topology import StageInfo, Topology, at_port
 from penstock.errors import ConfigError
 from penstock.ids import NO_EPOCH, Attempt, Epoch, StageId
 from penstock.state.checkpoint import DeltaFile, Manifest, plan_compaction
 
 NEVER = -(2**63) + 1
 FOREVER = 2**63 - 1
+CLOCK = "clock"
+"""Among the clocks of edges: the clock of the last epoch (ms), which never goes back."""
 RECOVERIES_MAX = 5
 """Recoveries in a row without a new epoch published, or a checkpoint taken, in between."""
 
@@ -89,9 +91,21 @@ class EpochRun:
     running: set[StageId] = field(default_factory=set)
     done: dict[StageId, tuple[TaskReport, ...]] = field(default_factory=dict)
     clocks: dict[str, int] = field(default_factory=dict)
-    """edge "up>down" -> greatest event time up to and including this epoch"""
+    """edge "up>down" -> greatest event time up to and including this epoch; "@stage#port" -> watermark of an input"""
     watermarks: dict[StageId, int] = field(default_factory=dict)
     publishing: bool = False
+
+
+@dataclass(frozen=True)
+class Time:
+    """What a stage is told of time for one epoch."""
+
+    before: int
+    watermark: int
+    arrivals: dict[str, list[int]] = field(default_factory=dict)
+    """origin -> watermark of that input before each split of the source that feeds it"""
+    ports: tuple[tuple[int, int], ...] = ()
+    """With several inputs: watermark before and after, of each."""
 
 
 @dataclass
@@ -270,6 +284,8 @@ class Controller:
 
     def _begin(self, ranges: dict[str, dict[str, Any]], clock_ms: int, now: float) -> list[Command]:
         epoch = self.next_epoch
+        last = max(self.log.values(), key=lambda r: int(r["epoch"]), default={"clock_ms": self.clocks.get(CLOCK, 0)})
+        clock_ms = max(clock_ms, last["clock_ms"])
         new_routing = self.routing.version != self.routing_logged
         record: dict[str, Any] = {
             "epoch": epoch,
@@ -358,33 +374,40 @@ class Controller:
             return self.clocks, self.watermarks
         return previous.clocks, {**self.watermarks, **previous.watermarks}
 
-    def _time(self, run: EpochRun, stage: StageInfo) -> tuple[int, int, dict[str, list[int]]]:
-        """Watermark before and after this epoch, and before each split of a source that feeds the stage."""
+    def _time(self, run: EpochRun, stage: StageInfo) -> Time:
         if not stage.timed:
-            return NEVER, NEVER, {}
+            return Time(NEVER, NEVER)
         clocks_before, marks_before = self._before(run.epoch)
         before = marks_before.get(stage.id, NEVER)
-        now = FOREVER
+        final = run.record["final"]
+        if stage.clocked:
+            return Time(before, max(before, FOREVER if final else run.record["clock_ms"] * 1000))
+        by_port: dict[int, int] = {}
         arrivals: dict[str, list[int]] = {}
-        for up in stage.ins:
-            edge = f"{up}>{stage.id}"
+        for up, port in stage.inputs:
+            here = at_port(stage.id, port)
+            edge = f"{up}>{here}"
             seen = clocks_before.get(edge, NEVER)
             prefix: list[int] = []
             for report in run.done[up]:
                 prefix.append(_behind(seen, stage.lateness_us))
-                seen = max(seen, report.time_max.get(stage.id, NEVER))
+                seen = max(seen, report.time_max.get(here, NEVER))
             run.clocks[edge] = seen
             info = self.topology[up]
             if info.is_source:
-                mark = FOREVER if run.record["final"] else _behind(seen, stage.lateness_us)
-                if len(stage.ins) == 1:
-                    arrivals[up] = prefix
-            elif info.timed:
+                arrivals[at_port(up, port)] = prefix
+            if info.timed:
                 mark = _behind(run.watermarks[up], info.hold_us + stage.lateness_us)
             else:
-                mark = FOREVER if run.record["final"] else _behind(seen, stage.lateness_us)
-            now = min(now, mark)
-        return before, max(now, before), arrivals
+                mark = FOREVER if final else _behind(seen, stage.lateness_us)
+            by_port[port] = min(mark, by_port.get(port, FOREVER))
+        ports: list[tuple[int, int]] = []
+        for port, mark in sorted(by_port.items()) if len(by_port) > 1 else ():
+            name = f"@{at_port(stage.id, port)}"
+            earlier = clocks_before.get(name, NEVER)
+            run.clocks[name] = max(earlier, mark)
+            ports.append((earlier, run.clocks[name]))
+        return Time(before, max(before, min(by_port.values())), arrivals, tuple(ports))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -531,9 +554,9 @@ class Controller:
         return out
 
     def _run_stage(self, run: EpochRun, stage: StageInfo) -> RunStage:
-        before, watermark, arrivals = self._time(run, stage)
+        time = self._time(run, stage)
         if stage.timed:
-            run.watermarks[stage.id] = watermark
+            run.watermarks[stage.id] = time.watermark
         run.running.add(stage.id)
         self.outstanding.add((self.attempt, run.epoch, stage.id))
         return RunStage(
@@ -544,10 +567,11 @@ class Controller:
             self.routing.version,
             run.seal and stage.stateful,
             run.record["ranges"].get(stage.id) if stage.is_source else None,
-            before,
-            watermark,
-            arrivals,
+            time.before,
+            time.watermark,
+            time.arrivals,
             run.record["clock_ms"],
+            time.ports,
         )
 
     def _publish(self) -> list[Command]:
@@ -558,7 +582,7 @@ class Controller:
             if len(run.done) < len(self.topology.stages):
                 return []
             clocks_before, _ = self._before(epoch)
-            run.clocks = {**clocks_before, **run.clocks}
+            run.clocks = {**clocks_before, **run.clocks, CLOCK: run.record["clock_ms"]}
             run.publishing = True
             parts: dict[str, list[Any]] = {}
             tables: dict[str, list[bytes]] = {}

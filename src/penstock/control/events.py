@@ -222,6 +222,8 @@ class RunStage(Command):
     arrivals: dict[str, list[int]]
     """upstream source stage -> watermark before each of its splits"""
     clock_ms: int
+    ports: tuple[tuple[int, int], ...] = ()
+    """with several inputs: watermark before and after, of each"""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from penstock.ids import StageId
 
 
+def at_port(stage: str, port: int) -> str:
+    """The name of one of a stage's inputs, or of a stage as the origin of one."""
+    return f"{stage}#{port}" if port else stage
+
+
 @dataclass(frozen=True)
 class StageInfo:
     id: StageId
@@ -16,6 +21,14 @@ class StageInfo:
     lateness_us: int
     hold_us: int
     ins: tuple[StageId, ...]
+    ports: tuple[int, ...] = ()
+    """Which input of its operator each of ``ins`` feeds; left out: all the one that it has."""
+    clocked: bool = False
+    """Its time is the clock of the epoch, not the data's."""
+
+    @property
+    def inputs(self) -> tuple[tuple[StageId, int], ...]:
+        return tuple(zip(self.ins, self.ports or (0,) * len(self.ins), strict=True))
 
 
 @dataclass(frozen=True)

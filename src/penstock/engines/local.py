@@ -54,6 +54,7 @@ def task_specs(
         command.arrivals,
         command.clock_ms,
         on_error,
+        command.ports,
     )
     if stage.source is not None:
         return [replace_spec(base, index=i, split=s) for i, s in enumerate(splits or [None])]  # type: ignore[list-item]

@@ -93,6 +93,8 @@ def topology_of(plan: Plan) -> Topology:
                 s.keyed.lateness_us if s.keyed else 0,
                 s.keyed.hold_us if s.keyed else 0,
                 tuple(e.upstream for e in s.ins),
+                tuple(e.port for e in s.ins),
+                s.keyed is not None and s.keyed.clocked,
             )
             for s in plan.stages
         )

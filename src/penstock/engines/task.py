@@ -26,10 +26,24 @@ import polars as pl
 from penstock.connectors.base import BadRecord
 from penstock.connectors.rows import bad_records_frame
 from penstock.control.events import TaskError, TaskReport
+from penstock.control.topology import at_port
 from penstock.errors import BadRecordError, PenstockError
 from penstock.flow import Node
 from penstock.ids import StageId
-from penstock.operators.base import HASH, NEVER, ORDER, Applied, Arrival, StepContext, Tick, one_zero, visible
+from penstock.operators.base import (
+    HASH,
+    NEVER,
+    ORDER,
+    PUNCTUATION,
+    Applied,
+    Arrival,
+    Dead,
+    StepContext,
+    Tick,
+    one_zero,
+    tags,
+    visible,
+)
 from penstock.operators.steps import BatchStep
 from penstock.plan import Edge, Plan, Stage
 from penstock.state.checkpoint import Manifest
@@ -63,6 +77,7 @@ class TaskSpec(msgspec.Struct):
     arrivals: dict[str, list[int]] = {}
     clock_ms: int = 0
     on_error: str = "dead_letter"
+    ports: tuple[tuple[int, int], ...] = ()
 
 
 class BlobHeader(msgspec.Struct, array_like=True):
@@ -165,9 +180,9 @@ class Worker:
             if container is None and stage.stateful:
                 report.missing = True
                 return {}
-            root = self._apply(stage, spec, blobs, container, report)
+            root = self._apply(stage, spec, blobs, container, report, context)
         frames = self._steps(stage, root, report, context)
-        out = self._exchange(stage, spec, frames, report)
+        out = self._exchange(stage, spec, frames, report, context)
         self._sinks(stage, spec, frames, report, context)
         if container is not None:
             container.epoch = spec.epoch
@@ -221,9 +236,10 @@ class Worker:
         rows = result.frame.height
         report.rows_in = rows + len(result.bad)
         report.by_operator[stage.root.id] = (report.rows_in, rows, (time.perf_counter() - began) * 1000)
-        if stage.forks:
-            return result.frame.with_columns(pl.int_range(pl.len(), dtype=pl.UInt64).alias(ORDER))
-        return result.frame
+        frame = result.frame
+        if stage.source.punctuated:
+            frame, context.punctuation = punctuated_rows(frame, result.punctuation)
+        return frame.with_columns(pl.int_range(pl.len(), dtype=pl.UInt64).alias(ORDER)) if stage.forks else frame
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -311,25 +327,29 @@ class Worker:
         blobs: Sequence[bytes],
         container: Container | None,
         report: TaskReport,
+        context: StepContext,
     ) -> pl.DataFrame:
         assert stage.keyed is not None
         arrivals: list[Arrival] = []
         order = {e.upstream: i for i, e in enumerate(stage.ins)}
-        ordered = {e.upstream: e.ordered for e in stage.ins}
+        ordered = {(e.upstream, e.port): e.ordered for e in stage.ins}
         for blob in blobs:
             header, frames = unpack_blob(blob)
             origin = StageId(header.origin)
-            from_source = self.plan.by_id[origin].source is not None and ordered[origin]
-            marks = spec.arrivals.get(header.origin) if from_source else None
-            mark = marks[header.index] if marks else spec.watermark_before
-            arrivals += [Arrival(f, header.origin, header.index, from_source, mark, port) for port, f in frames]
+            for port, frame in frames:
+                from_source = self.plan.by_id[origin].source is not None and ordered[origin, port]
+                marks = spec.arrivals.get(at_port(origin, port)) if from_source else None
+                before = spec.ports[port][0] if spec.ports else spec.watermark_before
+                mark = marks[header.index] if marks else before
+                arrivals.append(Arrival(frame, header.origin, header.index, from_source, mark, port))
         # Blobs arrive in any order; sorting by where they come from makes the input deterministic.
         arrivals.sort(key=lambda a: (a.port, order[StageId(a.origin)], a.index))
         report.rows_in = sum(a.frame.height for a in arrivals)
         began = time.perf_counter()
-        tick = Tick(spec.epoch, spec.watermark_before, spec.watermark, spec.clock_ms)
+        tick = Tick(spec.epoch, spec.watermark_before, spec.watermark, spec.clock_ms, spec.ports)
         applied: Applied = stage.keyed.apply(container.table if container else None, arrivals, tick)
         report.late = applied.late
+        self._set_aside(applied.dead, spec, context)
         busy = (time.perf_counter() - began) * 1000
         frame = applied.frame
         report.by_operator[stage.root.id] = (report.rows_in, frame.height, busy)
@@ -355,14 +375,20 @@ class Worker:
         return frames
 
     def _exchange(
-        self, stage: Stage, spec: TaskSpec, frames: Mapping[str, pl.DataFrame], report: TaskReport
+        self,
+        stage: Stage,
+        spec: TaskSpec,
+        frames: Mapping[str, pl.DataFrame],
+        report: TaskReport,
+        context: StepContext,
     ) -> dict[tuple[str, int], bytes]:
         out: dict[tuple[str, int], bytes] = {}
         for downstream in dict.fromkeys(e.downstream for e in stage.outs):
             edges = [e for e in stage.outs if e.downstream == downstream]
             shares: list[list[tuple[int, pl.DataFrame]]] = [[] for _ in range(spec.instances[downstream])]
             for edge in edges:
-                for share, frame in zip(shares, self._split(stage, edge, spec, frames[edge.node], report), strict=True):
+                split = self._split(stage, edge, spec, frames[edge.node], report, context)
+                for share, frame in zip(shares, split, strict=True):
                     share.append((edge.port, frame))
             blobs = [pack_blob(spec.stage, spec.index, share) for share in shares]
             report.bytes_out[downstream] = [len(b) for b in blobs]
@@ -370,22 +396,33 @@ class Worker:
         return out
 
     def _split(
-        self, stage: Stage, edge: Edge, spec: TaskSpec, frame: pl.DataFrame, report: TaskReport
+        self,
+        stage: Stage,
+        edge: Edge,
+        spec: TaskSpec,
+        frame: pl.DataFrame,
+        report: TaskReport,
+        context: StepContext,
     ) -> list[pl.DataFrame]:
         """Prepare rows for the operator downstream, and cut them by the owner of their slice."""
         target = self.plan.by_id[edge.downstream]
         operator = target.keyed
         assert operator is not None
+        here = at_port(edge.downstream, edge.port)
+        punctuated = stage.source is not None and stage.source.punctuated
+        if punctuated:  # it alone says how far time has come, rows or not
+            report.time_max[here] = context.punctuation
         if not frame.height:
             return [frame] * spec.instances[edge.downstream]
-        alone = stage.source is not None and len(target.ins) == 1 and edge.ordered
+        in_source_order = stage.source is not None and edge.ordered
         if stage.source is not None and ORDER in frame.columns:
             frame = frame.drop(ORDER)  # it has served: the rows are in source order
-        prepared = operator.prepare(frame, alone)
-        if prepared.time_max is not None:
-            report.time_max[edge.downstream] = max(prepared.time_max, report.time_max.get(edge.downstream, NEVER))
+        prepared = operator.prepare(frame, in_source_order, edge.port, spec.clock_ms * 1000)
+        if prepared.time_max is not None and not punctuated:
+            report.time_max[here] = max(prepared.time_max, report.time_max.get(here, NEVER))
         report.late += prepared.late
-        rows = prepared.frame
+        self._set_aside(prepared.dead, spec, context)
+        rows = prepared.frame.drop(PUNCTUATION, strict=False)
         floats = [k for k in operator.key if rows.schema[k].is_float()]
         if floats:  # -0.0 and 0.0 are one key: whichever came first must not show
             rows = rows.with_columns(one_zero(pl.col(k)).alias(k) for k in floats)
@@ -393,6 +430,21 @@ class Worker:
         hashes = hash_columns(rows, operator.key)
         rows = rows.with_columns(pl.Series(HASH, hashes, dtype=pl.UInt64))
         return split_by_owner(rows, hashes, spec.slices, spec.owners[edge.downstream], spec.instances[edge.downstream])
+
+    @staticmethod
+    def _set_aside(dead: Sequence[Dead], spec: TaskSpec, context: StepContext) -> None:
+        """Records that an operator could not use: dead letters, or the end of the job, as the flow says."""
+        if dead and spec.on_error == "fail":
+            operator, offset, reason, raw = dead[0]
+            raise BadRecordError(
+                f"operator '{operator}' cannot use a record of epoch {spec.epoch}: {reason}. The record: {raw}.",
+                remedy='Mend it, or run with on_error="dead_letter" to set such records aside.',
+                operator=operator,
+                offset=offset,
+                reason=reason,
+                raw=raw,
+            )
+        context.dead.extend((operator, f"epoch {spec.epoch}", reason, raw) for operator, _, reason, raw in dead)
 
     def _sinks(
         self,
@@ -466,15 +518,25 @@ def split_by_owner(
 
 def _nothing(node: Node, frame: pl.DataFrame) -> pl.DataFrame:
     """No rows, with the hidden columns that rows would have: tasks must agree on columns, whatever they get."""
-    hidden = {ORDER: pl.UInt64()} if ORDER in frame.columns and not isinstance(node.step, BatchStep) else {}
-    return pl.DataFrame(schema={**node.schema, **hidden})
+    lost = (ORDER,) if isinstance(node.step, BatchStep) else ()
+    return pl.DataFrame(schema={**node.schema, **{c: frame.schema[c] for c in tags(frame) if c not in lost}})
+
+
+def punctuated_rows(frame: pl.DataFrame, marks: Sequence[tuple[int, int]]) -> tuple[pl.DataFrame, int]:
+    """Each row with the last punctuation before it; and the last of the split. ``marks``: (rows before it, time)."""
+    column = np.full(frame.height, NEVER, dtype=np.int64)
+    last = NEVER
+    for before, time_us in sorted(marks):
+        last = max(last, time_us)
+        column[before:] = last
+    return frame.with_columns(pl.Series(PUNCTUATION, column)), last
 
 
 def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     if len(frames) == 1:
         return frames[0]
     tagged = all(ORDER in f.columns for f in frames)
-    names = [c for c in frames[0].columns if tagged or c != ORDER]
+    names = [c for c in frames[0].columns if all(c in f.columns for f in frames)]
     whole = pl.concat([f.select(names) for f in frames])
     return whole.sort(ORDER, maintain_order=True) if tagged else whole
 

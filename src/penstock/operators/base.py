@@ -8,8 +8,15 @@ operators that follow it until the next exchange or sink. Engines know only the 
   panes, aggregate partially); ``apply`` runs in the container that owns the keys, on the table that holds its state.
 
 Both must be pure functions of their arguments: an epoch that runs again gives the same rows. Frames carry hidden
-columns whose names begin with ``__``: ``__h``, the stable hash of the exchange key, and ``__o``, the hash of the key
-that produced a row, by which an order-sensitive operator sees the same order whatever the parallelism.
+columns whose names begin with ``__``: ``__h``, the stable hash of the exchange key; ``__o``, the hash of the key
+that produced a row, by which an order-sensitive operator sees the same order whatever the parallelism; and ``__w``, on
+rows of a source that sends punctuation, the last punctuation before the row.
+
+**Time.** An operator with ``timed`` has a watermark for each of its ports. The watermark *at a row* is what the rows
+before it, in the order of its own source, have promised: the last punctuation, or the greatest event time less the
+lateness. Whether a row is late is decided by that alone, so it does not depend on how input is cut into epochs and
+splits, nor on how two sources happened to interleave. What closes a window is the least of the watermarks of all
+inputs, which is never ahead of any of them.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from penstock.state.table import KeyedTable, TableSpec
 
 HASH = "__h"
 ORDER = "__o"
+PUNCTUATION = "__w"
 
 NEVER = -(2**63) + 1
 """A watermark before all time: nothing is late, nothing is closed."""
@@ -37,14 +45,24 @@ def visible(columns: Sequence[str]) -> list[str]:
     return [c for c in columns if not c.startswith("__")]
 
 
+def tags(frame: pl.DataFrame) -> list[str]:
+    """The hidden columns that a stateless step hands on."""
+    return [c for c in (ORDER, PUNCTUATION) if c in frame.columns]
+
+
+Dead = tuple[str, str, str, str]
+"""A record set aside: operator, offset, reason, raw."""
+
+
 @dataclass
 class StepContext:
     """What a step may use, and where it reports records it had to give up."""
 
     epoch: int
     on_error: str = "dead_letter"
-    dead: list[tuple[str, str, str, str]] = field(default_factory=list)
-    """(operator, offset, reason, raw)"""
+    dead: list[Dead] = field(default_factory=list)
+    punctuation: int = NEVER
+    """The last punctuation of this split of a source."""
 
 
 class Step(ABC):
@@ -66,14 +84,15 @@ class Prepared:
     frame: pl.DataFrame
     time_max: int | None = None
     late: int = 0
+    dead: tuple[Dead, ...] = ()
 
 
 @dataclass(frozen=True)
 class Arrival:
     """One upstream task's rows for this container. Arrivals come sorted by (port, origin, index).
 
-    ``watermark`` is the watermark as of the rows before this task's, in source order: what makes lateness independent
-    of how input is cut into epochs and splits.
+    ``watermark`` is the watermark of its own input as of the rows before this task's, in source order: what makes
+    lateness independent of how input is cut into epochs and splits.
     """
 
     frame: pl.DataFrame
@@ -92,12 +111,15 @@ class Tick:
     watermark_before: int = NEVER
     watermark: int = NEVER
     clock_ms: int = 0
+    ports: tuple[tuple[int, int], ...] = ()
+    """For an operator with several inputs: watermark before and after, of each port."""
 
 
 @dataclass(frozen=True)
 class Applied:
     frame: pl.DataFrame
     late: int = 0
+    dead: tuple[Dead, ...] = ()
 
 
 class KeyedOperator(ABC):
@@ -111,6 +133,8 @@ class KeyedOperator(ABC):
     """For a stream of updates: the columns that say which earlier row a row replaces."""
     timed: bool = False
     """Has a watermark."""
+    clocked: bool = False
+    """Its time is the clock of the epoch, as logged, not a column."""
     lateness_us: int = 0
     hold_us: int = 0
     """How far behind the watermark an output row's own time may lie."""
@@ -120,7 +144,10 @@ class KeyedOperator(ABC):
         """The layout of its state; None when nothing is kept from one epoch to the next."""
 
     @abstractmethod
-    def prepare(self, frame: pl.DataFrame, from_source: bool) -> Prepared: ...
+    def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
+        """Before the exchange. ``from_source``: the rows are one split of a source, in order. ``port``: which input.
+        ``clock_us``: the clock of the epoch.
+        """
 
     @abstractmethod
     def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied: ...
@@ -156,6 +183,13 @@ def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
         whole = whole.sort(by, maintain_order=True, nulls_last=True)
         frames.append(whole.drop(ORDER) if ORDER in whole.columns else whole)
     return pl.concat(frames) if len(frames) != 1 else frames[0]
+
+
+def row_watermarks(frame: pl.DataFrame, times_us: np.ndarray, lateness_us: int) -> np.ndarray:
+    """The watermark at each row of a split of a source, as far as the split itself tells."""
+    seen = frame[PUNCTUATION].to_numpy() if PUNCTUATION in frame.columns else times_us
+    reached = np.maximum.accumulate(seen)
+    return np.where(reached == NEVER, reached, reached - lateness_us)
 
 
 def one_zero(x: pl.Expr) -> pl.Expr:

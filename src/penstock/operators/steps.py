@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from penstock.errors import UserCodeError
-from penstock.operators.base import ORDER, Step, StepContext, visible
+from penstock.operators.base import PUNCTUATION, Step, StepContext, tags, visible
 
 RAW_CHARS_MAX = 500
 
@@ -46,8 +46,7 @@ class ExprStep(Step):
                 return frame.filter(*self.exprs, **self.named)
             if self.kind == "with_columns":
                 return frame.with_columns(*self.exprs, **self.named)
-            keep = [ORDER] if ORDER in frame.columns else []
-            return frame.select(*self.exprs, *keep, **self.named)
+            return frame.select(*self.exprs, *tags(frame), **self.named)
         except pl.exceptions.PolarsError as error:
             raise _batch_error(self, frame, context, error) from None
 
@@ -81,9 +80,17 @@ class BatchStep(Step):
 
     def run(self, frame: pl.DataFrame, context: StepContext) -> pl.DataFrame:
         try:
+            if PUNCTUATION in frame.columns:
+                return self._between_punctuation(frame)
             return self.call(frame)
         except Exception as error:
             raise _batch_error(self, frame, context, error) from error
+
+    def _between_punctuation(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Which rows made a row is the function's secret: so it gets the rows between two punctuations at a time."""
+        parts = frame.partition_by(PUNCTUATION, maintain_order=True)
+        made = [(self.call(part), part[PUNCTUATION][0]) for part in parts]
+        return pl.concat([out.with_columns(pl.lit(mark, pl.Int64).alias(PUNCTUATION)) for out, mark in made])
 
     def describe(self) -> str:
         return "map_batches"
@@ -98,9 +105,9 @@ class RowStep(Step):
         self.schema = schema
 
     def run(self, frame: pl.DataFrame, context: StepContext) -> pl.DataFrame:
-        order = frame[ORDER].to_list() if ORDER in frame.columns else None
+        hidden = tags(frame)
         out: list[tuple[Any, ...]] = []
-        tags: list[int] = []
+        made_by: list[int] = []
         names = self.schema.names()
         for i, row in enumerate(frame.select(visible(frame.columns)).iter_rows(named=True)):
             try:
@@ -115,14 +122,14 @@ class RowStep(Step):
                 context.dead.append((self.id, f"epoch {context.epoch}", f"{type(error).__name__}: {error}", show(row)))
                 continue
             out.extend(made)
-            if order is not None:
-                tags.extend([order[i]] * len(made))
+            if hidden:
+                made_by.extend([i] * len(made))
         try:
             result_frame = pl.DataFrame(out, schema=self.schema, orient="row")
         except (pl.exceptions.PolarsError, TypeError, OverflowError) as error:
             raise user_code_error(self.id, context.epoch, out[0] if out else None, error) from error
-        if order is not None:
-            result_frame = result_frame.with_columns(pl.Series(ORDER, tags, dtype=pl.UInt64))
+        if hidden:
+            result_frame = result_frame.with_columns(frame.select(hidden)[made_by].get_columns())
         return result_frame
 
     def describe(self) -> str:

@@ -110,6 +110,29 @@ def run(
             )
 
 
+@app.command()
+def explain(
+    target: str = typer.Argument(..., metavar="FLOW.py[:NAME]", help="The file that builds the flow."),
+    svg: Path | None = typer.Option(None, metavar="FILE", help="Draw it into this file instead ('-': to the output)."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Show what a flow will run as: operators, stages, exchanges, schemas. Nothing is run."""
+    with _manners(verbose):
+        flow = load_flow(target)
+        if svg is None:
+            print(flow.explain())
+        elif str(svg) == "-":
+            print(flow.explain("svg"), end="")
+        else:
+            try:
+                svg.write_text(flow.explain("svg"))
+            except OSError as error:
+                raise ConfigError(
+                    f"{svg} cannot be written: {error.strerror or error}.", remedy="Choose another file for --svg."
+                ) from None
+            print(f"drawn into {svg}")
+
+
 def resume_hint(argv: Sequence[str], checkpoint: str | None) -> str:
     if checkpoint is None:
         return "There was no checkpoint directory, so the next run begins anew; with --checkpoint DIR it would resume."
@@ -379,12 +402,14 @@ def bench(
             return
         if name is None:
             raise ConfigError("bench needs the name of a benchmark.", remedy="Benchmarks: " + ", ".join(known) + ".")
+        name = name.replace("_", "-")
         if name not in known:
             raise ConfigError(f'There is no benchmark "{name}".', remedy="Benchmarks: " + ", ".join(known) + ".")
         with _standard_output(as_json) as write:
             if str(root) not in sys.path:
                 sys.path.insert(0, str(root))
-            result = importlib.import_module(f"benchmarks.{name}").run(quick=quick, out=out)
+            module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+            result = module.run(quick=quick, out=out)
             if write is not None:
                 write(json.dumps(result))
         if not as_json:
@@ -414,7 +439,7 @@ def list_benchmarks(root: Path) -> dict[str, str]:
             continue
         if not any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in body):
             continue
-        found[path.stem] = _summary(body)
+        found[path.stem.replace("_", "-")] = _summary(body)
     return found
 
 

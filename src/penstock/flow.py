@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import polars as pl
 
@@ -27,7 +27,17 @@ from penstock.operators.windows import WINDOW_END, WINDOW_START, WindowAggregate
 SchemaLike = Mapping[str, Any] | pl.Schema
 IntoExpr = pl.Expr | str
 
+Piped = TypeVar("Piped")
+
 ON_ERROR = ("dead_letter", "fail")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What ``hash_partition`` asks of the stage that follows: how many instances, and a name to change that by."""
+
+    instances: int
+    uid: str
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Node:
     step: Step | None = None
     keyed: KeyedOperator | None = None
     sink: Sink | None = None
+    partition: Partition | None = None
 
     @property
     def kind(self) -> str:
@@ -48,6 +59,10 @@ class Node:
             if getattr(self, name) is not None:
                 return name
         return "step" if self.step is not None else "union"
+
+    @property
+    def uid(self) -> str | None:
+        return self.partition.uid if self.partition else None
 
     def describe(self) -> str:
         for part in (self.source, self.step, self.keyed, self.sink):
@@ -68,9 +83,10 @@ class Graph:
     def __post_init__(self) -> None:
         ids: set[str] = set()
         for node in self.nodes:
-            if node.id in ids:
-                raise FlowError(f"two steps have the id '{node.id}'.", remedy="Give each a name of its own.")
-            ids.add(node.id)
+            for name in (node.id, *([node.partition.uid] if node.partition else [])):
+                if name in ids:
+                    raise FlowError(f"two steps have the id '{name}'.", remedy="Give each a name of its own.")
+                ids.add(name)
         seen: set[str] = set()
         for node in self.nodes:
             for i in node.inputs:
@@ -117,6 +133,7 @@ class Flow:
         self.name = name
         self.on_error = on_error
         self._nodes: tuple[Node, ...] = ()
+        self._prefix = ""
         self._dead_letters: Sink | None = None
 
     def source(self, id: str, source: Source) -> Stream:
@@ -144,13 +161,25 @@ class Flow:
         """The finished, checked graph."""
         return Graph(self.name, self._nodes, self.on_error, self._dead_letters)
 
-    def explain(self) -> str:
-        """Stages, exchanges and schemas, as text."""
+    def explain(self, format: str = "text") -> str:
+        """Operators, how they are fused into stages, exchanges and schemas: as ``"text"``, or drawn as ``"svg"``."""
         from penstock.plan import compile_flow
 
-        return compile_flow(self.graph()).explain()
+        plan = compile_flow(self.graph())
+        if format == "svg":
+            from penstock.observe.diagram import draw
+
+            return draw(plan)
+        if format != "text":
+            raise FlowError(f"a flow cannot be explained as '{format}'.", remedy="Use 'text' or 'svg'.")
+        return plan.explain()
 
     def _add(self, node: Node, **stream: Any) -> Stream:
+        if self._prefix and isinstance(node.id, str) and node.id:
+            node = replace(node, id=self._prefix + node.id)
+            for part in (node.step, node.keyed):
+                if part is not None:
+                    part.id = node.id
         if not isinstance(node.id, str) or not node.id or not all(c.isalnum() or c in "-_." for c in node.id):
             raise FlowError(
                 f"{node.id!r} is not an operator id.", remedy="Use letters, digits, '-', '_' and '.', e.g. 'counts'."
@@ -159,6 +188,9 @@ class Flow:
             raise FlowError(
                 f"two steps have the id '{node.id}'.", remedy="Give each a name of its own.", operator=node.id
             )
+        if node.partition is not None and any(node.partition.uid in (n.id, n.uid) for n in self._nodes):
+            uid = node.partition.uid
+            raise FlowError(f"two steps have the id '{uid}'.", remedy="Give each a name of its own.", operator=node.id)
         reserved = [c for c in node.schema if c.startswith("__")]
         if reserved:
             raise FlowError(
@@ -204,6 +236,7 @@ class Stream:
     identity: tuple[str, ...] | None = None
     """For a stream of updates: the columns that say which earlier row a row replaces."""
     windowed: bool = False
+    partition: Partition | None = field(default=None, repr=False)
 
     # -- stateless ---------------------------------------------------------------------------------------------------
 
@@ -274,6 +307,23 @@ class Stream:
             raise FlowError(f"operator '{id}': a stream cannot be united with itself.", operator=id)
         return self.flow._add(Node(id, inputs, self.schema))
 
+    def split(self, id: str, predicate: pl.Expr) -> tuple[Stream, Stream]:
+        """The rows for which a predicate is true, and the others (false, or null): under ``id`` and ``id.rest``."""
+        rest = ~predicate.fill_null(False)
+        return self.where(id, predicate), self.where(f"{id}.rest", rest)
+
+    def pipe(self, name: str, function: Callable[..., Piped], /, *args: Any, **named: Any) -> Piped:
+        """Apply a sub-flow: a function from a stream to a stream (or to several).
+
+        Its steps' ids get ``name.`` before them, so that one function can serve several branches.
+        """
+        before = self.flow._prefix
+        self.flow._prefix = f"{before}{name}."
+        try:
+            return function(self, *args, **named)
+        finally:
+            self.flow._prefix = before
+
     def _expr(self, id: str, kind: str, exprs: Sequence[Any], named: Mapping[str, Any]) -> Stream:
         lazy = pl.LazyFrame(schema=self.schema)
         method = {"select": lazy.select, "with_columns": lazy.with_columns, "where": lazy.filter}[kind]
@@ -326,6 +376,18 @@ class Stream:
                 )
         return KeyedStream(self, tuple(columns))
 
+    def hash_partition(self, key: str | Sequence[str], n: int, uid: str) -> KeyedStream:
+        """``key_by``, with ``n`` instances of the stage that follows, to begin with, and a name for it.
+
+        The name is a handle on the running job: ``job.rescale(uid, 8)``.
+        """
+        if not isinstance(n, int) or n < 1:
+            raise FlowError(f"after '{self.id}': hash_partition into {n!r} instances.", remedy="Use 1 or more.")
+        if not isinstance(uid, str) or not uid or not all(c.isalnum() or c in "-_." for c in uid):
+            raise FlowError(f"{uid!r} is not a uid.", remedy="Use letters, digits, '-', '_' and '.', e.g. 'by-word'.")
+        keyed = self.key_by(*([key] if isinstance(key, str) else key))
+        return replace(keyed, stream=replace(self, partition=Partition(n, self.flow._prefix + uid)))
+
     def top_k(self, id: str, k: int, *, by: str, per: str | Sequence[str] = (), descending: bool = True) -> Stream:
         """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per``, or all."""
         group = (per,) if isinstance(per, str) else tuple(per)
@@ -358,7 +420,7 @@ class Stream:
         return self._keyed(operator, windowed=self.windowed)
 
     def _keyed(self, operator: KeyedOperator, *, windowed: bool = False) -> Stream:
-        node = Node(operator.id, (self.id,), operator.output, keyed=operator)
+        node = Node(operator.id, (self.id,), operator.output, keyed=operator, partition=self.partition)
         return self.flow._add(node, identity=operator.identity, windowed=windowed)
 
     def aggregate(self, id: str, **aggregates: Aggregate) -> Stream:

@@ -15,7 +15,7 @@ import polars as pl
 from penstock.connectors.base import Sink, Source
 from penstock.flow import Graph, Node
 from penstock.ids import StageId
-from penstock.operators.base import KeyedOperator
+from penstock.operators.base import KeyedOperator, visible
 from penstock.operators.steps import BatchStep
 
 
@@ -80,8 +80,13 @@ class Plan:
         return {n.id: n for n in self.graph.nodes if n.sink is not None}
 
     def stage_of(self, operator: str) -> Stage | None:
-        """The stage an operator runs in (the first, when a union put it into several)."""
-        return next((s for s in self.stages if operator in s.operators), None)
+        """The stage an operator runs in (the first, when a union put it into several), or that has this uid."""
+        return next((s for s in self.stages if operator in s.operators or operator == s.root.uid), None)
+
+    @property
+    def own_instances(self) -> dict[StageId, int]:
+        """Stages that ask for a number of instances of their own."""
+        return {s.id: s.root.partition.instances for s in self.stages if s.root.partition is not None}
 
     def fingerprint(self) -> dict[str, Any]:
         """What the checkpointed state depends on, by stage."""
@@ -91,15 +96,16 @@ class Plan:
         lines = [f"flow {self.graph.name}"]
         for stage in self.stages:
             kind = "source" if stage.source else "keyed"
-            key = f" by {', '.join(stage.keyed.key)}" if stage.keyed else ""
-            lines.append(f"  stage {stage.index} '{stage.id}' ({kind}{key})")
+            key = f" by {', '.join(visible(stage.keyed.key)) or 'nothing: one container'}" if stage.keyed else ""
+            uid = f", uid '{stage.root.uid}', from {stage.root.partition.instances}" if stage.root.partition else ""
+            lines.append(f"  stage {stage.index} '{stage.id}' ({kind}{key}{uid})")
             for node in (stage.root, *stage.steps):
-                columns = ", ".join(f"{c}: {t}" for c, t in node.schema.items())
-                lines.append(f"    {node.id}: {node.describe()} -> [{columns}]")
+                lines.append(f"    {node.id}: {node.describe()} -> [{columns_text(node.schema)}]")
             for sink in stage.sinks:
                 lines.append(f"    {sink.id}: sink {sink.describe()}")
             for edge in stage.outs:
-                lines.append(f"    exchange {edge.node} -> '{edge.downstream}'")
+                side = f" (input {edge.port + 1})" if len(self.by_id[edge.downstream].root.inputs) > 1 else ""
+                lines.append(f"    exchange {edge.node} -> '{edge.downstream}'{side}")
         return "\n".join(lines)
 
 
@@ -153,6 +159,14 @@ def compile_flow(graph: Graph) -> Plan:
         for index, (root, steps, sinks, outs) in enumerate(parts)
     )
     return Plan(graph, stages, {s.id: s for s in stages})
+
+
+def columns_text(schema: pl.Schema) -> str:
+    """Names and types, short: every time is kept in microseconds."""
+    return ", ".join(
+        f"{name}: {'Datetime' if isinstance(dtype, pl.Datetime) and dtype.time_zone is None else dtype}"
+        for name, dtype in schema.items()
+    )
 
 
 def empty(schema: pl.Schema) -> pl.DataFrame:

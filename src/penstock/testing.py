@@ -80,6 +80,7 @@ class _Wrapped(Source):
 
     def __init__(self, inner: Source) -> None:
         self.inner = inner
+        self.punctuated = inner.punctuated
 
     def schema(self) -> pl.Schema:
         return self.inner.schema()

@@ -776,3 +776,76 @@ def test_log_entries_with_a_gap_are_not_run() -> None:
     third = one(before.plan(3), LogEpoch).record
     d = Driver()
     assert brief(d.start(manifest, (third,))) == [("PlanEpoch", 2)]
+
+
+# -- several inputs, and the epoch clock -----------------------------------------------------------------------------
+
+OTHER, JOIN = StageId("other"), StageId("join")
+
+
+def driver_of(*stages: StageInfo) -> Driver:
+    d = Driver(epochs_in_flight=1)
+    d.topology = Topology(stages)
+    d.controller = Controller(
+        d.topology,
+        RoutingTable.initial(8, d.topology.keyed(), 1),
+        Pacer.start(100, 1, 1_000, 500),
+        Settings(epochs_in_flight=1, checkpoint_interval_s=-1.0),
+        Manifest("job", "flow", {}, 0),
+    )
+    d.start()
+    return d
+
+
+def test_a_join_has_a_watermark_for_each_input_and_goes_by_the_least() -> None:
+    d = driver_of(
+        StageInfo(IN, True, False, False, 0, 0, ()),
+        StageInfo(OTHER, True, False, False, 0, 0, ()),
+        StageInfo(JOIN, False, True, True, LATENESS, 0, (IN, OTHER), (0, 1)),
+    )
+
+    def joined(epoch: int, left: int, right: int) -> RunStage:
+        d.plan(epoch)
+        d.log(epoch)
+        d.done(epoch, IN, time_max={JOIN: left})
+        reports = tuple(TaskReport(OTHER, epoch, 1, i, time_max={"join#1": right + i}) for i in range(2))
+        commands = d.step(StageDone(0.0, Epoch(epoch), OTHER, Attempt(1), reports))
+        d.done(epoch, JOIN)
+        d.published(epoch)
+        return one(commands, RunStage)
+
+    first = joined(1, 100, 40)
+    assert (first.watermark_before, first.watermark) == (NEVER, 36)
+    assert first.ports == ((NEVER, 95), (NEVER, 36))
+    assert first.arrivals == {"in": [NEVER], "other#1": [NEVER, 35]}
+    second = joined(2, 90, 200)
+    assert second.ports == ((95, 95), (36, 196)), "neither side goes back"
+    assert (second.watermark_before, second.watermark) == (36, 95)
+
+
+def test_two_branches_of_one_stage_may_be_the_two_inputs() -> None:
+    d = driver_of(
+        StageInfo(IN, True, False, False, 0, 0, ()),
+        StageInfo(JOIN, False, True, True, 0, 0, (IN, IN), (0, 1)),
+    )
+    d.plan(1)
+    d.log(1)
+    run = one(d.done(1, IN, time_max={"join": 70, "join#1": 30}), RunStage)
+    assert run.ports == ((NEVER, 70), (NEVER, 30))
+    assert run.watermark == 30
+
+
+def test_a_stage_by_the_clock_follows_the_log_and_the_clock_never_goes_back() -> None:
+    d = driver_of(
+        StageInfo(IN, True, False, False, 0, 0, ()),
+        StageInfo(WIN, False, True, True, 0, SIZE, (IN,), clocked=True),
+    )
+    marks = []
+    for epoch, clock_ms in ((1, 5_000), (2, 7_000), (3, 6_000)):
+        d.step(EpochPlanned(0.0, Epoch(epoch), {IN: span(epoch, ())}, (), clock_ms))
+        d.log(epoch)
+        run = one(d.done(epoch, IN), RunStage)
+        marks.append((run.watermark_before, run.watermark, run.clock_ms))
+        d.done(epoch, WIN)
+        d.published(epoch)
+    assert marks == [(NEVER, 5_000_000, 5_000), (5_000_000, 7_000_000, 7_000), (7_000_000, 7_000_000, 7_000)]

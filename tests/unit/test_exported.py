@@ -39,6 +39,7 @@ PUBLIC = [
     "memory",
     "min",
     "parquet",
+    "punctuated",
     "read_output",
     "run",
     "run_local",

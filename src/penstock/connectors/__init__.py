@@ -13,6 +13,7 @@ from penstock.connectors.base import (
 )
 from penstock.connectors.files import files
 from penstock.connectors.generator import generator, words
+from penstock.connectors.punctuation import punctuated
 from penstock.connectors.rows import bad_records_frame, polars_schema
 from penstock.connectors.sinks import (
     console,
@@ -48,6 +49,7 @@ __all__ = [
     "memory",
     "parquet",
     "polars_schema",
+    "punctuated",
     "read_output",
     "simple_reader",
     "spark_reader",

@@ -26,15 +26,24 @@ class RoutingTable:
     """All stages, sources too."""
 
     @staticmethod
-    def initial(slices: int, stages: Mapping[StageId, bool], instances: int) -> RoutingTable:
-        """``stages``: id -> is it keyed. Slices are dealt out in contiguous arcs."""
-        count = min(instances, slices)
-        arcs = tuple(ContainerId(s * count // slices) for s in range(slices))
+    def initial(
+        slices: int, stages: Mapping[StageId, bool], instances: int, own: Mapping[StageId, int] | None = None
+    ) -> RoutingTable:
+        """``stages``: id -> is it keyed; ``own``: those that ask for a number of instances of their own.
+
+        Slices are dealt out in contiguous arcs.
+        """
+        counts = {stage: (own or {}).get(stage, instances) for stage in stages}
+        counts = {stage: min(n, slices) if stages[stage] else n for stage, n in counts.items()}
         return RoutingTable(
             RoutingVersion(1),
             slices,
-            {stage: arcs for stage, keyed in stages.items() if keyed},
-            {stage: count if keyed else instances for stage, keyed in stages.items()},
+            {
+                stage: tuple(ContainerId(s * counts[stage] // slices) for s in range(slices))
+                for stage, keyed in stages.items()
+                if keyed
+            },
+            counts,
         )
 
     def slices_of(self, stage: StageId, container: int) -> tuple[SliceId, ...]:

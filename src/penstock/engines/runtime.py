@@ -80,6 +80,8 @@ LOG_NAME = "log/{:012d}.json"
 TICK_S = 0.02
 ATTEMPTS_PER_START = 1000
 HEARTBEAT_S = 10.0
+CLOCKED_EPOCH_S = 0.5
+"""An idle flow with windows by the clock runs an empty epoch this often."""
 
 
 def topology_of(plan: Plan) -> Topology:
@@ -225,7 +227,7 @@ class Runtime:
         self._check_sources({s for record in logged for s in record["ranges"]})
         topology = topology_of(self.plan)
         instances = self.config.instances or self.engine.cores
-        routing = RoutingTable.initial(self.config.slices, topology.keyed(), instances)
+        routing = RoutingTable.initial(self.config.slices, topology.keyed(), instances, self.plan.own_instances)
         restored = None
         for record in logged:
             if record.get("routing"):  # the flow or the settings may be others than when it was written
@@ -241,7 +243,8 @@ class Runtime:
             Settings(
                 c.epochs_in_flight,
                 c.checkpoint_interval_s,
-                c.idle_epoch_s,
+                # A window by the clock is over when the clock says so, rows or not.
+                min(c.idle_epoch_s, CLOCKED_EPOCH_S) if any(s.clocked for s in topology.stages) else c.idle_epoch_s,
                 c.poll_ms / 1000,
                 c.deltas_max,
                 c.epochs_max,
@@ -360,7 +363,10 @@ class Runtime:
             self.notices.append(notice)
         stages = {s.id for s in self.plan.stages}
         fresh = RoutingTable.initial(
-            routing.slices, {s: k for s, k in topology_of(self.plan).keyed().items()}, max(fresh.instances.values())
+            routing.slices,
+            topology_of(self.plan).keyed(),
+            self.config.instances or max(fresh.instances.values()),
+            self.plan.own_instances,
         )
         routing = RoutingTable(
             routing.version,
@@ -369,7 +375,7 @@ class Runtime:
             {s: routing.instances.get(s, fresh.instances[s]) for s in fresh.instances},
         )
         if self.config.instances is not None:
-            for stage in stages:
+            for stage in stages - self.plan.own_instances.keys():
                 wanted = (
                     min(self.config.instances, routing.slices) if stage in routing.owners else self.config.instances
                 )

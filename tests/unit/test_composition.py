@@ -1,0 +1,127 @@
+"""Putting flows together: split, sub-flows, named partitions, and what explain shows of it."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import polars as pl
+import pytest
+
+import penstock as ps
+from penstock import testing
+from penstock.engines.job import start
+from penstock.errors import FlowError
+from penstock.plan import compile_flow
+
+NUMBERS = pl.DataFrame({"k": ["a", "b", "a", "c"], "x": [1, 2, None, 4]})
+
+
+def numbers() -> tuple[ps.Flow, ps.Stream]:
+    flow = ps.Flow("numbers")
+    return flow, flow.source("in", testing.rows(NUMBERS))
+
+
+def test_split_gives_every_row_to_one_side() -> None:
+    flow, stream = numbers()
+    big, rest = stream.split("big", pl.col("x") > 1)
+    big.sink("big-out", ps.memory())
+    rest.sink("rest-out", ps.memory())
+    out = testing.run_local(flow)
+    assert out["big-out"]["x"].to_list() == [2, 4]
+    assert out["rest-out"]["x"].to_list() == [1, None], "null is not true, so it is of the rest"
+    assert [n.id for n in flow.graph().nodes] == ["in", "big", "big.rest", "big-out", "rest-out"]
+
+
+def counted(stream: ps.Stream, name: str) -> ps.Stream:
+    return stream.where("keep", pl.col("x").is_not_null()).key_by("k").aggregate("counts", **{name: ps.count()})
+
+
+def test_a_sub_flow_serves_two_branches() -> None:
+    flow, stream = numbers()
+    stream.pipe("one", counted, "n").sink("out-one", ps.memory())
+    stream.pipe("two", counted, name="m").sink("out-two", ps.memory())
+    ids = [n.id for n in flow.graph().nodes]
+    assert ids[1:3] == ["one.keep", "one.counts"] and "two.counts" in ids
+    assert {s.id for s in compile_flow(flow.graph()).stages} == {"in", "one.counts", "two.counts"}
+    out = testing.run_local(flow)
+    assert out["out-one"].sort("k").rows() == [("a", 1), ("b", 1), ("c", 1)]
+    assert out["out-two"].columns == ["k", "m"]
+
+
+def test_sub_flows_nest_and_an_error_inside_leaves_no_prefix_behind() -> None:
+    _, stream = numbers()
+
+    def outer(s: ps.Stream) -> ps.Stream:
+        return s.pipe("inner", lambda t: t.where("w", pl.col("x") > 0))
+
+    assert stream.pipe("outer", outer).id == "outer.inner.w"
+    with pytest.raises(FlowError, match="no column 'y'"):
+        stream.pipe("broken", lambda s: s.where("w", pl.col("y") > 0))
+    assert stream.where("plain", pl.col("x") > 0).id == "plain"
+
+
+def test_a_named_partition_has_its_own_instances_and_is_a_handle_to_rescale() -> None:
+    frame = pl.DataFrame({"k": [f"k{i % 50}" for i in range(2_000)]})
+    flow = ps.Flow("handle")
+    stream = flow.source("in", testing.rows(frame, epochs=[100] * 20))
+    stream.hash_partition("k", 3, uid="by-k").aggregate("counts", n=ps.count()).sink("out", ps.memory())
+    job = start(flow, engine="local", config=ps.Config(instances=1, epochs_max=5))
+    job.wait()
+    assert {o.id: o.instances for o in job.status().operators} == {"in": 1, "counts": 3}
+    job.rescale("by-k", 2)
+    with pytest.raises(ps.PenstockError, match="no operator 'by-z'"):
+        job.rescale("by-z", 2)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5])
+def test_a_partition_needs_instances(n: float) -> None:
+    _, stream = numbers()
+    with pytest.raises(FlowError, match="hash_partition into"):
+        stream.hash_partition("k", n, uid="u")  # type: ignore[arg-type]
+
+
+def test_a_uid_is_an_id_like_any_other() -> None:
+    _, stream = numbers()
+    with pytest.raises(FlowError, match="two steps have the id 'in'"):
+        stream.hash_partition("k", 2, uid="in").aggregate("counts", n=ps.count())
+    with pytest.raises(FlowError, match="is not a uid"):
+        stream.hash_partition("k", 2, uid="a b")
+
+
+def two_stages() -> ps.Flow:
+    flow, stream = numbers()
+    counts = stream.where("keep", pl.col("x") > 0).hash_partition("k", 2, uid="by-k").aggregate("counts", n=ps.count())
+    counts.top_k("top", 2, by="n").sink("out", ps.memory())
+    return flow
+
+
+def test_explain_tells_stages_exchanges_and_fused_steps() -> None:
+    text = two_stages().explain()
+    assert text.splitlines()[1:4] == [
+        "  stage 0 'in' (source)",
+        "    in: 4 given rows -> [k: String, x: Int64]",
+        "    keep: where -> [k: String, x: Int64]",
+    ]
+    assert "stage 1 'counts' (keyed by k, uid 'by-k', from 2)" in text
+    assert "stage 2 'top' (keyed by nothing: one container)" in text
+    assert "exchange keep -> 'counts'" in text
+
+
+def test_explain_draws_the_same() -> None:
+    drawn = ElementTree.fromstring(two_stages().explain("svg"))
+    space = "{http://www.w3.org/2000/svg}"
+    texts = ["".join(t.itertext()) for t in drawn.iter(f"{space}text")]
+    assert "stage 1 · by k · by-k" in texts and "keep: where" in texts and "→ out: memory" in texts
+    assert len([r for r in drawn.iter(f"{space}rect") if "box" in r.get("class", "")]) == 3
+    assert len([p for p in drawn.iter(f"{space}path") if p.get("class") == "wire"]) == 2
+
+
+def test_explain_escapes_what_users_wrote() -> None:
+    flow, stream = numbers()
+    stream.key_by("k").aggregate("counts", n=ps.sum(pl.col("x") & 1)).sink("out", ps.memory())
+    ElementTree.fromstring(flow.explain("svg"))
+
+
+def test_explain_knows_two_formats() -> None:
+    with pytest.raises(FlowError, match="as 'png'"):
+        two_stages().explain("png")

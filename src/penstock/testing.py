@@ -13,8 +13,10 @@ The flow is the one that production runs: its sources and sinks are swapped for 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import datetime, time
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,6 +28,7 @@ from penstock.connectors.sinks import MemorySink
 from penstock.engines.job import start
 from penstock.errors import FlowError, SourceError
 from penstock.flow import Flow
+from penstock.operators.windows import WINDOW_END, WINDOW_START
 
 
 class RowsSource(Source):
@@ -202,16 +205,35 @@ def substitute(
     return out
 
 
-def run_local(flow: Flow, *, sources: Mapping[str, Any] | None = None, **settings: Any) -> dict[str, pl.DataFrame]:
-    """Run a bounded flow in this process with every sink in memory: sink id -> all its rows.
+@dataclass(frozen=True)
+class Run:
+    """What became of a run: the rows of each sink, what was late, what was set aside."""
+
+    sinks: dict[str, pl.DataFrame]
+    late: dict[str, int]
+    """keyed operator -> rows that came too late for it"""
+    dead_letters: pl.DataFrame
+    """source (or operator), offset, reason, raw"""
+
+
+def run(flow: Flow, *, sources: Mapping[str, Any] | None = None, **settings: Any) -> Run:
+    """Run a bounded flow in this process with every sink in memory.
 
     Settings are those of ``penstock.Config``; ``instances=4, epoch_rows=10`` shows whether a result depends on either.
     """
     memories = {n.id: MemorySink() for n in flow._nodes if n.sink is not None}
-    start(
-        substitute(flow, sources=sources, sinks=memories), engine="local", config=Config(**{"instances": 1, **settings})
-    ).wait()
-    return {id: sink.frame() for id, sink in memories.items()}
+    dead = MemorySink()
+    changed = substitute(flow, sources=sources, sinks=memories)
+    changed.dead_letters(dead)
+    job = start(changed, engine="local", config=Config(**{"instances": 1, **settings}))
+    job.wait()
+    late = {o.id: o.late for o in job.status().operators if o.late}
+    return Run({id: sink.frame() for id, sink in memories.items()}, late, dead.frame())
+
+
+def run_local(flow: Flow, *, sources: Mapping[str, Any] | None = None, **settings: Any) -> dict[str, pl.DataFrame]:
+    """As :func:`run`, but the rows only: sink id -> all its rows."""
+    return run(flow, sources=sources, **settings).sinks
 
 
 def collect(
@@ -227,13 +249,101 @@ def collect(
     return run_local(flow, sources=sources, **settings)[sink]
 
 
+def assert_windows(found: pl.DataFrame, expected: Sequence[Mapping[str, Any]]) -> None:
+    """A windowed result has exactly these rows, in any order. Columns that ``expected`` leaves out are not compared.
+
+    Times may be written as text: ``"2026-01-01 12:00:10"``, or ``"12:00:10"`` on the day of the first window.
+    """
+    if WINDOW_START not in found.columns or WINDOW_END not in found.columns:
+        raise AssertionError(f"this is no result of windows: it has the columns {', '.join(found.columns)}")
+    if not expected:
+        assert not found.height, f"windows were not expected: {found.rows(named=True)[:10]}"
+        return
+    names = list(expected[0])
+    unknown = [name for row in expected for name in row if name not in found.columns or name not in names]
+    assert not unknown, f"expected names the column '{unknown[0]}'; all rows must name the same of {found.columns}"
+    day = found[WINDOW_START].min()
+    wanted = Counter(tuple(_moment(row[name], found.schema[name], day) for name in names) for row in expected)
+    given = Counter(found.select(names).rows())
+    problems = [f"missing:    {_named(names, row)}" for row in (wanted - given).elements()]
+    problems += [f"unexpected: {_named(names, row)}" for row in (given - wanted).elements()]
+    assert not problems, "windows differ:\n  " + "\n  ".join(problems)
+
+
+def _moment(value: Any, dtype: pl.DataType, day: Any) -> Any:
+    if not isinstance(value, str) or not isinstance(dtype, pl.Datetime):
+        return value
+    if ":" in value and "-" not in value and day is not None:
+        return datetime.combine(day.date(), time.fromisoformat(value))
+    return datetime.fromisoformat(value)
+
+
+def _named(names: Sequence[str], row: Sequence[Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in zip(names, row, strict=True))
+
+
+def assert_late(run: Run, expected: int | Mapping[str, int]) -> None:
+    """So many rows came too late: in all, or for each operator named."""
+    found = sum(run.late.values()) if isinstance(expected, int) else {k: run.late.get(k, 0) for k in expected}
+    wanted = expected if isinstance(expected, int) else dict(expected)
+    assert found == wanted, f"late: {run.late or 'none'}, expected {wanted}"
+
+
+def assert_any_cut(
+    flow: Flow,
+    *,
+    sources: Mapping[str, Any] | None = None,
+    epoch_rows: Sequence[int] = (1, 3, 10, 1000),
+    instances: Sequence[int] = (1, 3),
+    latest_by: Mapping[str, Sequence[str]] | None = None,
+) -> Run:
+    """The flow gives the same rows however its input is cut into epochs, and at any parallelism.
+
+    Worth a test for every operator of your own. ``latest_by``: for a sink of updates, the columns that say which row
+    replaces which; the last ones are compared then. Gives back the run that the others were compared with.
+    """
+    first: Run | None = None
+    for rows_each in epoch_rows:
+        for count in instances:
+            given = run(flow, sources=sources, epoch_rows=rows_each, instances=count)
+            if first is None:
+                first = given
+                continue
+            for id, frame in given.sinks.items():
+                by = (latest_by or {}).get(id)
+                a, b = _settled(first.sinks[id], by), _settled(frame, by)
+                where = f"epochs of {rows_each} rows and {count} instances"
+                assert a == b, (
+                    f"sink '{id}' differs with {where}:\n  only then: {_but(b, a)}\n  not then:  {_but(a, b)}"
+                )
+            assert given.late == first.late, f"late with {rows_each} rows an epoch: {given.late}, not {first.late}"
+    assert first is not None, "nothing to compare: epoch_rows and instances must not be empty"
+    return first
+
+
+def _settled(frame: pl.DataFrame, latest_by: Sequence[str] | None) -> Counter[str]:
+    if latest_by is not None:
+        frame = frame.unique(list(latest_by), keep="last", maintain_order=True)
+    return Counter(repr(row) for row in frame.rows())
+
+
+def _but(a: Counter[str], b: Counter[str]) -> str:
+    left = list((a - b).elements())
+    return ", ".join(left[:5]) + (" …" if len(left) > 5 else "") or "nothing"
+
+
 __all__ = [
     "CrashingSource",
     "ManualClock",
     "RowsSource",
+    "Run",
     "StoppingSource",
+    "assert_any_cut",
+    "assert_late",
+    "assert_windows",
     "collect",
     "rows",
+    "run",
     "run_local",
     "stops_after",
     "substitute",

@@ -40,7 +40,8 @@ class TaskReport(msgspec.Struct):
     load_ms: float = 0.0
     state_rows: int = 0
     state_bytes: int = 0
-    late: int = 0
+    late: dict[str, int] = {}
+    """keyed stage -> rows that came too late for it, here or on the way to it"""
     dead: int = 0
     time_max: dict[str, int] = {}
     """downstream stage -> greatest event time sent to it (us)"""

@@ -348,7 +348,7 @@ class Worker:
         began = time.perf_counter()
         tick = Tick(spec.epoch, spec.watermark_before, spec.watermark, spec.clock_ms, spec.ports)
         applied: Applied = stage.keyed.apply(container.table if container else None, arrivals, tick)
-        report.late = applied.late
+        report.late[spec.stage] = applied.late
         self._set_aside(applied.dead, spec, context)
         busy = (time.perf_counter() - began) * 1000
         frame = applied.frame
@@ -420,7 +420,7 @@ class Worker:
         prepared = operator.prepare(frame, in_source_order, edge.port, spec.clock_ms * 1000)
         if prepared.time_max is not None and not punctuated:
             report.time_max[here] = max(prepared.time_max, report.time_max.get(here, NEVER))
-        report.late += prepared.late
+        report.late[edge.downstream] = report.late.get(edge.downstream, 0) + prepared.late
         self._set_aside(prepared.dead, spec, context)
         rows = prepared.frame.drop(PUNCTUATION, strict=False)
         floats = [k for k in operator.key if rows.schema[k].is_float()]

@@ -66,7 +66,9 @@ class Metrics:
         busy = sum(r.busy_ms for r in reports)
         s.rows_in += rows_in
         s.rows_out += rows_out
-        s.late += sum(r.late for r in reports)
+        for r in reports:
+            for place, late in r.late.items():
+                self.stages[place].late += late
         s.recent.append((now, rows_in, rows_out, busy))
         while s.recent and s.recent[0][0] < now - WINDOW_S:
             s.recent.popleft()

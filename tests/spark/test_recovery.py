@@ -83,13 +83,15 @@ def main():
             killed.append(victim.pid)
             victim.send_signal(signal.SIGKILL)
 
-    nodes = set()
+    nodes, before, after = set(), {}, {}
     job = start(build(place / "spark"), engine="spark", config=config, trip=trip)
     observe = job._runtime._observe
 
     def watch(event):
+        reports = [r for r in getattr(event, "reports", ()) if r.stage != "in"]
         if not killed:
-            nodes.update((r.stage, r.index, r.node) for r in getattr(event, "reports", ()))
+            nodes.update((r.stage, r.index, r.node) for r in reports)
+        (after if killed else before).update({f"{r.stage}:{r.index}": (r.node, r.pid) for r in reports})
         observe(event)
 
     job._runtime._observe = watch
@@ -104,6 +106,8 @@ def main():
         "killed": len(killed),
         "nodes": sorted({n for stage, _, n in nodes if stage != "in"}),
         "homes": sorted({(s, i, n) for s, i, n in nodes if s != "in"}),
+        "before": before,
+        "after": after,
         "remote": sum(o.bytes_remote for o in status.operators),
     }), flush=True)
 
@@ -141,3 +145,8 @@ def test_an_executor_is_killed_in_mid_run(tmp_path: Path) -> None:
     assert found["rows"]["b"] == 3_000
     assert found["phase"] == "complete"
     assert found["recoveries"] >= 1
+    alive = {node for node, _ in found["after"].values()}
+    stayed = {c: home for c, home in found["before"].items() if home[0] in alive}
+    assert len(stayed) == 2, "half of the four containers were on the executor that was not killed"
+    # Its process may be another: when a job fails, Spark kills the tasks of it that still run, and their workers go too.
+    assert {c: found["after"][c][0] for c in stayed} == {c: node for c, (node, _) in stayed.items()}

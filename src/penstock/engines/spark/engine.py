@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -108,6 +109,8 @@ class SparkEngine:
         self.owned = False
         self.jvm: private.Jvm
         self.nodes: list[tuple[str, str | None]] = [("driver", None)]
+        self.homes: dict[int, str] = {}
+        """container -> node. It stays as long as the node lives: the others' state is of use after a loss."""
         self.nodes_of_attempt = -1
         self.slots: dict[tuple[str, int, str], Any] = {}
         self.placements: dict[tuple[int, str | None], Any] = {}
@@ -176,7 +179,10 @@ class SparkEngine:
     def _refresh_nodes(self) -> None:
         executors = self.jvm.executors()
         alone = list(executors) == ["driver"]
-        self.nodes = [("driver", None)] if alone else sorted(executors.items(), key=lambda e: (len(e[0]), e[0]))
+        with self.lock:
+            self.nodes = [("driver", None)] if alone else sorted(executors.items(), key=lambda e: (len(e[0]), e[0]))
+            names = {node for node, _ in self.nodes}
+            self.homes = {container: node for container, node in self.homes.items() if node in names}
 
     def stop(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
@@ -186,7 +192,14 @@ class SparkEngine:
     # -- placement -------------------------------------------------------------------------------------------------
 
     def _node(self, index: int) -> tuple[str, str | None]:
-        return self.nodes[index % len(self.nodes)]
+        """Where container ``index`` of every stage lives; those that have no home yet go where there are fewest."""
+        with self.lock:
+            for container in range(index + 1):
+                if container not in self.homes:
+                    taken = Counter(self.homes.values())
+                    self.homes[container] = min((node for node, _ in self.nodes), key=lambda node: taken[node])
+            home = self.homes[index]
+            return next((node, place) for node, place in self.nodes if node == home)
 
     def _slot(self, stage: str, index: int) -> Any:
         """The Python function of a slot. Its environment is its own, and so is its worker process."""

@@ -1,29 +1,39 @@
-"""Running aggregates: count, sum, min, max, mean.
+"""Aggregates, and the operator that keeps them running for each key.
 
-Each aggregate is a few *accumulators*: columns that hold a partial result and know how to merge. Rows are reduced to
-partial results before the exchange wherever merging is associative, so a hot key costs one row for each map task.
+An aggregate is written as ``ps.sum("amount")`` and compiled, against the schema of its input, to an accumulator (see
+``accumulators.py``). Rows are reduced to partial results before the exchange wherever merging is associative, so a hot
+key costs one row for each map task.
 
 Addition of floats is **not** associative: (a+b)+c may differ from a+(b+c) in the last bit, so a partial sum before the
 exchange would make the result depend on the parallelism. Aggregates over floats therefore travel row by row and are
-added in source order: slower, and the same to the last bit at any parallelism, any cut into epochs, any replay.
+added in source order: slower, and the same to the last bit at any parallelism, any cut into epochs, any replay. So do
+all aggregates that depend on the order of rows. One such aggregate makes all of its operator travel row by row. In a
+window made of several panes (hopping), order is by pane first, then source order.
 
-Nulls are ignored, as in SQL; min, max and mean of nothing are null, the sum of nothing is 0. NaN counts as a value for
-sum and mean; min and max ignore it.
+**Nulls** are ignored, as in SQL. Of nothing, counts and sums are 0, lists are empty, everything else is null. **NaN**
+counts as a value, except where values are compared: min, max, top, quantile, and the ``by`` of first and last ignore
+it. -0.0 and 0.0 are one value wherever values are compared.
+
+**Sums of integers** are exact. One that does not fit in 64 bits is given as the nearest that does: not an error, since
+a running sum may come back into range, and whether it was looked at in between must not decide if a job lives.
 """
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import polars as pl
 
 from penstock.errors import FlowError
+from penstock.operators.accumulators import Accumulator, Column, Columns, Kept, kept
+from penstock.operators.aggregators import Aggregator, Defined
 from penstock.operators.base import (
     HASH,
+    ORDER,
     Applied,
     Arrival,
     KeyedOperator,
@@ -35,7 +45,10 @@ from penstock.operators.base import (
     unique_keys,
     visible,
 )
-from penstock.state.table import KeyedTable, TableSpec, ValueType, numeric, objects
+from penstock.operators.picks import Moments, Pick, PickBy
+from penstock.operators.sketches import ApproxDistinct, Collect, Distinct, HeavyHitters, Quantiles, Top
+from penstock.state.hashing import hashable
+from penstock.state.table import KeyedTable, TableSpec, ValueType, numeric
 
 
 @dataclass(frozen=True)
@@ -45,91 +58,156 @@ class Aggregate:
     kind: str
     over: pl.Expr | None = None
     label: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.kind}({self.label})"
 
 
-def _expr(column: str | pl.Expr) -> tuple[pl.Expr, str]:
+Columnar = str | pl.Expr
+
+
+def _expr(column: Columnar) -> tuple[pl.Expr, str]:
     return (pl.col(column), column) if isinstance(column, str) else (column, str(column))
 
 
-def count(column: str | pl.Expr | None = None) -> Aggregate:
+def _at_least(kind: str, name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise FlowError(f"{kind}: {name} must be a whole number of at least {least}, not {value!r}.")
+
+
+def count(column: Columnar | None = None) -> Aggregate:
     """Number of rows, or of non-null values of a column."""
     if column is None:
         return Aggregate("count")
     return Aggregate("count", *_expr(column))
 
 
-def sum(column: str | pl.Expr) -> Aggregate:
-    """Sum of the non-null values; 0 when there is none."""
+def sum(column: Columnar) -> Aggregate:
+    """Sum of the non-null values; 0 when there is none. Of integers it is Int64, and the nearest value that fits if the
+    true sum does not.
+    """
     return Aggregate("sum", *_expr(column))
 
 
-def min(column: str | pl.Expr) -> Aggregate:
+def min(column: Columnar) -> Aggregate:
     """Smallest non-null value."""
     return Aggregate("min", *_expr(column))
 
 
-def max(column: str | pl.Expr) -> Aggregate:
+def max(column: Columnar) -> Aggregate:
     """Greatest non-null value."""
     return Aggregate("max", *_expr(column))
 
 
-def mean(column: str | pl.Expr) -> Aggregate:
+def mean(column: Columnar) -> Aggregate:
     """Mean of the non-null values."""
     return Aggregate("mean", *_expr(column))
 
 
-class _TextCodec:
-    """Strings in object columns (min and max of text)."""
-
-    def encode(self, value: Any) -> bytes:
-        return msgspec.msgpack.encode(value)
-
-    def decode(self, data: bytes) -> Any:
-        return msgspec.msgpack.decode(data)
+def variance(column: Columnar, ddof: int = 1) -> Aggregate:
+    """Variance of the non-null values: squared distances from the mean, over n - ddof. Null if n <= ddof."""
+    _at_least("variance", "ddof", ddof, 0)
+    return Aggregate("variance", *_expr(column), {"ddof": ddof})
 
 
-@dataclass(frozen=True)
-class Accumulator:
-    """One column of partial results: how a group of rows becomes one, how two merge, and how it is stored."""
-
-    name: str
-    partial: pl.Expr
-    """Aggregation of raw input rows (before the exchange)."""
-    single: pl.Expr
-    """The partial result of one row, for aggregates that must go row by row."""
-    merge: str
-    """add, min or max."""
-    value: ValueType
-    dtype: pl.DataType
-
-    def merge_expr(self) -> pl.Expr:
-        column = pl.col(self.name)
-        return column.sum() if self.merge == "add" else column.min() if self.merge == "min" else column.max()
+def std(column: Columnar, ddof: int = 1) -> Aggregate:
+    """Standard deviation: the square root of the variance."""
+    _at_least("std", "ddof", ddof, 0)
+    return Aggregate("std", *_expr(column), {"ddof": ddof})
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """One aggregate resolved against a schema: its accumulators, and how they become the result."""
+def first(column: Columnar, by: Columnar | None = None) -> Aggregate:
+    """First non-null value: in source order, or of the row with the least ``by`` (of several, the least value)."""
+    return Aggregate("first", *_expr(column), {} if by is None else {"by": _expr(by)})
 
-    name: str
-    spec: Aggregate
-    accumulators: tuple[Accumulator, ...]
-    result: pl.Expr
-    dtype: pl.DataType
-    associative: bool
+
+def last(column: Columnar, by: Columnar | None = None) -> Aggregate:
+    """Last non-null value: in source order, or of the row with the greatest ``by`` (of several, the greatest value)."""
+    return Aggregate("last", *_expr(column), {} if by is None else {"by": _expr(by)})
+
+
+def collect(column: Columnar, limit: int | None = None) -> Aggregate:
+    """List of the non-null values in source order; at most the first ``limit``."""
+    if limit is not None:
+        _at_least("collect", "limit", limit, 1)
+    return Aggregate("collect", *_expr(column), {} if limit is None else {"limit": limit})
+
+
+def top(column: Columnar, k: int) -> Aggregate:
+    """List of the k greatest values, greatest first; equal ones each count."""
+    _at_least("top", "k", k, 1)
+    return Aggregate("top", *_expr(column), {"k": k})
+
+
+def distinct(column: Columnar) -> Aggregate:
+    """Number of different non-null values, exactly: keeps all of them."""
+    return Aggregate("distinct", *_expr(column))
+
+
+def approx_distinct(column: Columnar, error: float = 0.02) -> Aggregate:
+    """Number of different non-null values, about: a HyperLogLog sketch with this relative standard error. Exact as long
+    as they are few; a state never takes more than about 1 / error**2 bytes.
+    """
+    if not isinstance(error, int | float) or not 0.001 <= error <= 0.25:
+        raise FlowError(f"approx_distinct: error must be between 0.001 and 0.25, not {error!r}.")
+    return Aggregate("approx_distinct", *_expr(column), {"error": float(error)})
+
+
+def quantile(column: Columnar, q: float | Sequence[float], error: float = 0.01) -> Aggregate:
+    """The value that a share ``q`` of the values lie below: q=0.5 is the median. Several q give a list.
+
+    Of n values in order it is the one at place floor(q * (n - 1)), counted from 0. It is within ``error`` of that
+    value, relatively; with error=0 it is that value itself, and every different value is kept.
+    """
+    several = not isinstance(q, int | float)
+    shares = tuple(q) if isinstance(q, Sequence) else (q,)
+    if not shares or not all(isinstance(s, int | float) and 0 <= s <= 1 for s in shares):
+        raise FlowError(f"quantile: q must be between 0 and 1, not {q!r}.", remedy="For the 99th percentile: q=0.99.")
+    if not isinstance(error, int | float) or not (error == 0 or 1e-5 <= error <= 0.5):
+        raise FlowError(f"quantile: error must be 0 (exact) or between 0.00001 and 0.5, not {error!r}.")
+    return Aggregate("quantile", *_expr(column), {"q": shares, "several": several, "error": float(error)})
+
+
+def heavy_hitters(column: Columnar, k: int, capacity: int | None = None) -> Aggregate:
+    """The k most frequent values, as a list of structs: value, count, error. Most frequent first, ties by value.
+
+    Only ``capacity`` values (10 * k, at least 100) are counted at a time. The true count of a value is between
+    count - error and count, and error is at most n / capacity for n values. While there are no more than ``capacity``
+    different values everything is exact.
+    """
+    _at_least("heavy_hitters", "k", k, 1)
+    room = builtins.max(10 * k, 100) if capacity is None else capacity
+    _at_least("heavy_hitters", "capacity", room, k)
+    return Aggregate("heavy_hitters", *_expr(column), {"k": k, "capacity": room})
+
+
+def aggregator(
+    aggregator: Aggregator[Any, Any], column: Columnar | Sequence[Columnar], *, dtype: Any = None
+) -> Aggregate:
+    """An aggregate of your own over one or several columns. ``dtype`` of the result may be left out if ``result`` is
+    annotated with int, float, str, bool, bytes, or a time.
+    """
+    columns = [column] if isinstance(column, str | pl.Expr) else list(column)
+    if not columns:
+        raise FlowError("aggregator: there is no column.", remedy='For example ps.aggregator(Longest(), "word").')
+    pairs = [_expr(c) for c in columns]
+    label = ", ".join(name for _, name in pairs)
+    options = {"aggregator": aggregator, "columns": [e for e, _ in pairs], "dtype": dtype}
+    return Aggregate(type(aggregator).__name__, pairs[0][0], label, options)
 
 
 _MIN_FILL: dict[str, Any] = {"i": np.iinfo(np.int64).max, "u": np.iinfo(np.uint64).max, "f": np.inf}
 _MAX_FILL: dict[str, Any] = {"i": np.iinfo(np.int64).min, "u": 0, "f": -np.inf}
+_SMALL = (pl.Int8, pl.Int16, pl.Int32, pl.UInt8, pl.UInt16, pl.UInt32, pl.Boolean)
+"""Sums of so few bits do not leave 64: that takes 2**31 rows of the greatest."""
+_INT_MAX = pl.lit(2**63 - 1, pl.Int64)
+_INT_MIN = pl.lit(-(2**63), pl.Int64)
 
 
-def _dtype_of(operator: str, aggregate: Aggregate, schema: pl.Schema) -> pl.DataType:
-    assert aggregate.over is not None
+def _dtype_of(operator: str, aggregate: Aggregate, column: pl.Expr, schema: pl.Schema) -> pl.DataType:
     try:
-        resolved = pl.LazyFrame(schema=schema).select(aggregate.over.alias("x")).collect_schema()
+        resolved = pl.LazyFrame(schema=schema).select(column.alias("x")).collect_schema()
     except pl.exceptions.PolarsError as error:
         raise FlowError(
             f"operator '{operator}': {aggregate} cannot be resolved: {str(error).splitlines()[0]}.",
@@ -139,157 +217,249 @@ def _dtype_of(operator: str, aggregate: Aggregate, schema: pl.Schema) -> pl.Data
     return resolved["x"]
 
 
-def compile_aggregate(operator: str, name: str, aggregate: Aggregate, schema: pl.Schema) -> Compiled:
+def compile_aggregate(operator: str, name: str, aggregate: Aggregate, schema: pl.Schema) -> Accumulator:
     """Resolve types; refuse what cannot be aggregated, naming the operator."""
     if not isinstance(aggregate, Aggregate):
         raise FlowError(
             f"operator '{operator}': '{name}' is not an aggregate but {type(aggregate).__name__}.",
-            remedy="Use ps.count(), ps.sum(column), ps.min(column), ps.max(column) or ps.mean(column).",
+            remedy="Use ps.count(), ps.sum(column), ps.mean(column), ps.quantile(column, 0.99) ...",
             operator=operator,
         )
-    a, b = f"__{name}_a", f"__{name}_b"
-    int64 = pl.Int64()
     if aggregate.over is None:
-        n = Accumulator(a, pl.len().cast(pl.Int64), pl.lit(1, pl.Int64), "add", numeric(np.int64, 0), int64)
-        return Compiled(name, aggregate, (n,), pl.col(a), int64, True)
-    x = aggregate.over
-    dtype = _dtype_of(operator, aggregate, schema)
-    valid = Accumulator(b, x.count().cast(pl.Int64), x.is_not_null().cast(pl.Int64), "add", numeric(np.int64, 0), int64)
-    if aggregate.kind == "count":
-        n = Accumulator(a, valid.partial, valid.single, "add", numeric(np.int64, 0), int64)
-        return Compiled(name, aggregate, (n,), pl.col(a), int64, True)
-    if aggregate.kind in ("sum", "mean"):
-        if dtype.is_integer() or dtype == pl.Boolean:
-            wide: pl.Expr = x.cast(pl.Int64)
-            total = Accumulator(a, wide.sum(), wide.fill_null(0), "add", numeric(np.int64, 0), int64)
-        elif dtype.is_float():
-            wide = x.cast(pl.Float64)
-            total = Accumulator(a, wide.sum(), wide.fill_null(0.0), "add", numeric(np.float64, 0.0), pl.Float64())
-        else:
-            raise FlowError(
-                f"operator '{operator}': {aggregate} needs numbers, but its column has type {dtype}.",
-                remedy="Cast the column to a number first, or use count, min or max.",
-                operator=operator,
-            )
-        associative = not dtype.is_float()
-        if aggregate.kind == "sum":
-            return Compiled(name, aggregate, (total,), pl.col(a), total.dtype, associative)
-        ratio = pl.when(pl.col(b) > 0).then(pl.col(a).cast(pl.Float64) / pl.col(b))
-        return Compiled(name, aggregate, (total, valid), ratio, pl.Float64(), associative)
-    smallest = aggregate.kind == "min"
-    fills = _MIN_FILL if smallest else _MAX_FILL
-    if dtype.is_integer() or dtype.is_temporal() or dtype == pl.Boolean:
-        signed = not dtype.is_unsigned_integer()
-        kind, wide_type = ("i", pl.Int64()) if signed else ("u", pl.UInt64())
-        physical = x.to_physical().cast(wide_type) if dtype.is_temporal() else x.cast(wide_type)
-        fill = fills[kind]
-        value = numeric(np.int64 if signed else np.uint64, fill)
-        back = pl.col(a)
-        if dtype.is_temporal() and dtype.to_python() is not None:
-            back = back.cast(pl.Int32).cast(dtype) if dtype == pl.Date else back.cast(dtype)
-        else:
-            back = back.cast(dtype)
-        acc_type: pl.DataType = wide_type
+        return _count(name, pl.len().cast(pl.Int64), pl.lit(1, pl.Int64))
+    x, options = aggregate.over, aggregate.options
+    if "aggregator" in options:
+        for column in options["columns"]:
+            _dtype_of(operator, aggregate, column, schema)
+        return Defined(operator, name, options["aggregator"], options["columns"], options["dtype"])
+    dtype = _dtype_of(operator, aggregate, x, schema)
+    match aggregate.kind:
+        case "count":
+            return _count(name, x.count().cast(pl.Int64), x.is_not_null().cast(pl.Int64))
+        case "sum" | "mean":
+            return _total(operator, name, aggregate, x, dtype)
+        case "min" | "max":
+            return _extreme(operator, name, aggregate, x, dtype)
+        case "variance" | "std":
+            if not (dtype.is_integer() or dtype.is_float() or dtype == pl.Boolean):
+                raise _not_numbers(operator, aggregate, dtype)
+            return Moments(name, x, options["ddof"], aggregate.kind == "std")
+        case "approx_distinct":
+            if not hashable(dtype):
+                raise _cannot_keep(operator, aggregate, dtype)
+            return ApproxDistinct(name, x, options["error"])
+    keep = kept(operator, aggregate, dtype)
+    match aggregate.kind:
+        case "first" | "last":
+            return _pick(operator, name, aggregate, x, keep, schema)
+        case "collect":
+            return Collect(name, x, keep, options.get("limit"))
+        case "top":
+            return Top(name, x, keep, options["k"])
+        case "distinct":
+            return Distinct(name, x, keep)
+        case "quantile":
+            exact = options["error"] == 0 and (dtype.is_temporal() or dtype == pl.Boolean)
+            if not (dtype.is_integer() or dtype.is_float() or exact):
+                raise _not_numbers(operator, aggregate, dtype)
+            return Quantiles(name, x, keep, options["q"], options["several"], options["error"])
+        case "heavy_hitters":
+            return HeavyHitters(name, x, keep, options["k"], options["capacity"])
+    raise AssertionError(aggregate.kind)
+
+
+def _pick(operator: str, name: str, aggregate: Aggregate, x: pl.Expr, keep: Kept, schema: pl.Schema) -> Accumulator:
+    is_last = aggregate.kind == "last"
+    if "by" not in aggregate.options:
+        return Pick(name, x, keep, is_last)
+    by, _ = aggregate.options["by"]
+    by_keep = kept(operator, aggregate, _dtype_of(operator, aggregate, by, schema))
+    return PickBy(name, x, keep, by, by_keep, is_last)
+
+
+def _adding(name: str, partial: pl.Expr, single: pl.Expr) -> Column:
+    return Column(name, partial, single, "add", numeric(np.int64, 0), pl.Int64())
+
+
+def _count(name: str, partial: pl.Expr, single: pl.Expr) -> Columns:
+    a = f"__{name}_a"
+    return Columns(name, (_adding(a, partial, single),), pl.col(a), pl.Int64(), True)
+
+
+def _total(operator: str, name: str, aggregate: Aggregate, x: pl.Expr, dtype: pl.DataType) -> Columns:
+    """Sum and mean."""
+    a, b, n = f"__{name}_a", f"__{name}_b", f"__{name}_n"
+    limbs: tuple[str, str] | None = None
+    columns: tuple[Column, ...]
+    if dtype in (pl.Int64, pl.UInt64):
+        # Halves, so that a sum beyond 64 bits is seen, not wrapped. The unsigned go through 128 bits.
+        wide = x if dtype == pl.Int64 else x.cast(pl.Int128)
+        high, low = (wide // 2**32).cast(pl.Int64), (wide & 0xFFFFFFFF).cast(pl.Int64)
+        columns = (_adding(a, high.sum(), high.fill_null(0)), _adding(b, low.sum(), low.fill_null(0)))
+        limbs = (a, b)
+        whole = pl.col(a) * 2**32 + pl.col(b)
+        total = pl.when(pl.col(a) >= 2**31).then(_INT_MAX).when(pl.col(a) < -(2**31)).then(_INT_MIN).otherwise(whole)
+        real = pl.col(a).cast(pl.Float64) * 2.0**32 + pl.col(b)
+        result_type: pl.DataType = pl.Int64()
+    elif dtype in _SMALL:
+        small = x.cast(pl.Int64)
+        columns = (_adding(a, small.sum(), small.fill_null(0)),)
+        total, real, result_type = pl.col(a), pl.col(a).cast(pl.Float64), pl.Int64()
     elif dtype.is_float():
-        physical, fill = one_zero(x.cast(pl.Float64).fill_nan(None)), fills["f"]
-        value, back, acc_type = numeric(np.float64, fill), pl.col(a).cast(dtype), pl.Float64()
-        valid = Accumulator(
-            b,
-            physical.count().cast(pl.Int64),
-            physical.is_not_null().cast(pl.Int64),
-            "add",
-            numeric(np.int64, 0),
-            int64,
-        )
-    elif dtype == pl.String:
-        best = Accumulator(a, x.min() if smallest else x.max(), x, aggregate.kind, objects(_TextCodec()), pl.String())
-        return Compiled(name, aggregate, (best,), pl.col(a), pl.String(), True)
+        f = x.cast(pl.Float64)
+        columns = (Column(a, f.sum(), f.fill_null(0.0), "add", numeric(np.float64, 0.0), pl.Float64()),)
+        total, real, result_type = pl.col(a), pl.col(a), pl.Float64()
     else:
+        raise _not_numbers(operator, aggregate, dtype)
+    associative = not dtype.is_float()
+    if aggregate.kind == "sum":
+        return Columns(name, columns, total, result_type, associative, limbs)
+    valid = _adding(n, x.count().cast(pl.Int64), x.is_not_null().cast(pl.Int64))
+    ratio = pl.when(pl.col(n) > 0).then(real / pl.col(n))
+    return Columns(name, (*columns, valid), ratio, pl.Float64(), associative, limbs)
+
+
+def _not_numbers(operator: str, aggregate: Aggregate, dtype: pl.DataType) -> FlowError:
+    return FlowError(
+        f"operator '{operator}': {aggregate} needs numbers, but its column has type {dtype}.",
+        remedy="Cast the column to a number first, or use count, min or max.",
+        operator=operator,
+    )
+
+
+def _cannot_keep(operator: str, aggregate: Aggregate, dtype: pl.DataType) -> FlowError:
+    return FlowError(
+        f"operator '{operator}': {aggregate} cannot tell values of type {dtype} apart.",
+        remedy="Use a column of numbers, times, text, bytes or booleans: cast it, or unpack lists and structs first.",
+        operator=operator,
+    )
+
+
+def _extreme(operator: str, name: str, aggregate: Aggregate, x: pl.Expr, dtype: pl.DataType) -> Columns:
+    """Min and max."""
+    smallest = aggregate.kind == "min"
+    a, n = f"__{name}_a", f"__{name}_n"
+    if dtype.is_nested() or dtype.is_decimal():
         raise FlowError(
             f"operator '{operator}': {aggregate} cannot compare values of type {dtype}.",
             remedy="Use a column of numbers, times, text or booleans.",
             operator=operator,
         )
-    reduced = (physical.min() if smallest else physical.max()).fill_null(pl.lit(fill, acc_type))
-    best = Accumulator(a, reduced, physical.fill_null(pl.lit(fill, acc_type)), aggregate.kind, value, acc_type)
-    return Compiled(name, aggregate, (best, valid), pl.when(pl.col(b) > 0).then(back), dtype, True)
+    keep = kept(operator, aggregate, dtype)
+    y = keep.down(x)
+    if keep.value.codec:
+        best = Column(a, y.min() if smallest else y.max(), y, aggregate.kind, keep.value, keep.stored)
+        return Columns(name, (best,), keep.up(pl.col(a)), dtype, True)
+    if dtype.is_float():
+        y = one_zero(y.fill_nan(None))
+    fill = (_MIN_FILL if smallest else _MAX_FILL)[np.dtype(keep.value.dtype).kind]
+    start = pl.lit(fill, keep.stored)
+    reduced = (y.min() if smallest else y.max()).fill_null(start)
+    best = Column(a, reduced, y.fill_null(start), aggregate.kind, numeric(keep.value.dtype, fill), keep.stored)
+    valid = _adding(n, y.count().cast(pl.Int64), y.is_not_null().cast(pl.Int64))
+    return Columns(name, (best, valid), pl.when(pl.col(n) > 0).then(keep.up(pl.col(a))), dtype, True)
 
 
 class Accumulators:
-    """All the aggregates of one operator: how its rows are reduced, merged into a table, and read out of it."""
+    """All the aggregates of one operator: how its rows are reduced, merged into a table, and read out of it.
+
+    *Partial rows* are what crosses the exchange; *raw* rows are state as it is, one row for each key, whose columns may
+    hold Python objects (``pl.Object``): good for taking, filtering, sorting and for ``results()``, never for sending.
+    """
 
     def __init__(self, operator: str, aggregates: Mapping[str, Aggregate], schema: pl.Schema) -> None:
+        self.operator = operator
+        self.specs = dict(aggregates)
         self.compiled = tuple(compile_aggregate(operator, n, a, schema) for n, a in aggregates.items())
-        self.columns = tuple(acc for c in self.compiled for acc in c.accumulators)
         self.associative = all(c.associative for c in self.compiled)
-        self.values = {acc.name: acc.value for acc in self.columns}
+        """Partial results may be merged in any order before the exchange."""
+        self.values: dict[str, ValueType] = {n: v for c in self.compiled for n, v in c.values.items()}
         self.output = pl.Schema({c.name: c.dtype for c in self.compiled})
+        self._inputs = [e for c in self.compiled for e in c.inputs]
 
-    def partial(self, frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-        """Rows -> one partial result for each group, or for each row where order matters."""
-        if self.associative:
-            return frame.group_by(by).agg(acc.partial.alias(acc.name) for acc in self.columns)
-        return frame.select(*by, *(acc.single.alias(acc.name) for acc in self.columns))
+    def require_merge(self, why: str) -> None:
+        """Refuse aggregates whose states cannot be merged, for operators that must (hopping and session windows)."""
+        for c in self.compiled:
+            if not c.mergeable:
+                raise FlowError(
+                    f"operator '{self.operator}': '{c.name}' is an aggregate without merge(), and {why}.",
+                    remedy="Define merge(self, a, b) in its ps.Aggregator, or use tumbling windows.",
+                    operator=self.operator,
+                )
+
+    def partial(self, frame: pl.DataFrame, by: list[str], *, count: str | None = None) -> pl.DataFrame:
+        """Rows -> partial rows: the columns ``by`` and partial results.
+
+        Associative: one row for each distinct ``by``. Otherwise one for each row, in order, with the hidden column by
+        which rows of a keyed stage are put in order. ``count`` names a column for the number of rows in each.
+        """
+        if self._inputs:
+            frame = frame.with_columns(self._inputs)
+        if not self.associative:
+            order = [ORDER] if ORDER in frame.columns and ORDER not in by else []
+            ones = [pl.lit(1, pl.Int64).alias(count)] if count else []
+            return frame.select(*by, *order, *(e for c in self.compiled for e in c.single()), *ones)
+        lengths = [pl.len().cast(pl.Int64).alias(count)] if count else []
+        out = frame.group_by(by).agg(*(e for c in self.compiled for e in c.partial()), *lengths)
+        for c in self.compiled:
+            out = c.encode(out)
+        return out
+
+    def regroup(self, frame: pl.DataFrame, by: list[str], extra_sums: Sequence[str] = ()) -> pl.DataFrame:
+        """Merge partial rows that agree on ``by`` and add up the columns ``extra_sums``; drops all others. Associative
+        only.
+        """
+        assert self.associative
+        sums = [pl.col(c).sum() for c in extra_sums]
+        return frame.group_by(by).agg(*(e for c in self.compiled for e in c.regroup()), *sums)
 
     def merge_into(self, table: KeyedTable, hashes: np.ndarray, keys: pl.DataFrame, frame: pl.DataFrame) -> np.ndarray:
-        """Add partial results to the table; the rows of the table that changed, possibly repeated."""
+        """Add partial rows to the table; the rows of the table that changed. Keys may repeat only in the form that is
+        not associative; then each changed row is given once, in order of first appearance.
+        """
         if self.associative:
             rows, _ = table.upsert(hashes, keys)
-            self._add(table, rows, frame)
+            for c in self.compiled:
+                c.add(table, rows, frame)
             return rows
         first, inverse = unique_keys(hashes, keys)
         rows, _ = table.upsert(hashes[first], keys[first])
         self.add_at(table, rows[inverse], frame)
         return rows
 
-    def _add(self, table: KeyedTable, rows: np.ndarray, frame: pl.DataFrame) -> None:
-        """Merge into distinct rows: plain fancy indexing is enough, and fast."""
-        for acc in self.columns:
-            column = table.column(acc.name)
-            if column.dtype == object:
-                _merge_objects(column, rows, frame[acc.name].to_list(), acc.merge)
-                continue
-            values = frame[acc.name].to_numpy()
-            if acc.merge == "add":
-                column[rows] += values
-            elif acc.merge == "min":
-                column[rows] = np.minimum(column[rows], values)
-            else:
-                column[rows] = np.maximum(column[rows], values)
-
     def add_at(self, table: KeyedTable, rows: np.ndarray, frame: pl.DataFrame) -> None:
-        """Merge into rows that may repeat. ``ufunc.at`` goes one by one, in order: one result at any parallelism."""
-        for acc in self.columns:
-            column = table.column(acc.name)
-            if column.dtype == object:
-                _merge_objects(column, rows, frame[acc.name].to_list(), acc.merge)
-                continue
-            ufunc = np.add if acc.merge == "add" else np.minimum if acc.merge == "min" else np.maximum
-            with np.errstate(over="ignore", invalid="ignore"):  # inf - inf is NaN, and no surprise
-                ufunc.at(column, rows, frame[acc.name].to_numpy())
+        """Add partial rows of the form that is not associative, in order, to touched rows that may repeat."""
+        for c in self.compiled:
+            c.add_rows(table, rows, frame)
 
-    def raw(self, table: KeyedTable, rows: np.ndarray) -> list[pl.Series]:
-        return [
-            pl.Series(acc.name, table.column(acc.name)[rows].tolist(), dtype=acc.dtype)
-            if table.column(acc.name).dtype == object
-            else pl.Series(acc.name, table.column(acc.name)[rows], dtype=acc.dtype)
-            for acc in self.columns
-        ]
+    def combine(self, table: KeyedTable, rows: np.ndarray, groups: np.ndarray, groups_count: int) -> pl.DataFrame:
+        """Raw state of ``rows`` (which may repeat: a pane belongs to several windows), merged in the given order into
+        groups 0 .. groups_count - 1: one raw row for each group. The table is only read.
+        """
+        assert len(rows) == len(groups)
+        if groups_count == len(rows) and bool((groups == np.arange(groups_count)).all()):
+            return self.raw(table, rows)
+        return pl.DataFrame([s for c in self.compiled for s in c.combine(table, rows, groups, groups_count)])
+
+    def store(self, table: KeyedTable, rows: np.ndarray, raw: pl.DataFrame) -> None:
+        """Overwrite the state of distinct rows, which must have been touched or upserted in this epoch."""
+        for c in self.compiled:
+            c.store(table, rows, raw)
+
+    def raw(self, table: KeyedTable, rows: np.ndarray) -> pl.DataFrame:
+        """The state of ``rows``, as it is."""
+        return pl.DataFrame([s for c in self.compiled for s in c.raw(table, rows)])
 
     def results(self) -> list[pl.Expr]:
-        return [c.result.alias(c.name) for c in self.compiled]
+        """Expressions over raw columns that give the results, named: ``raw.select(*accumulators.results())``."""
+        return [c.result().alias(c.name) for c in self.compiled]
 
     def fingerprint(self) -> dict[str, str]:
-        return {c.name: f"{c.spec.kind}:{c.dtype}" for c in self.compiled}
+        parts = ((c.name, (self.specs[c.name].kind, str(c.dtype), c.layout())) for c in self.compiled)
+        return {name: ":".join(p for p in part if p) for name, part in parts}
 
-
-def _merge_objects(column: np.ndarray, target: np.ndarray, values: Sequence[Any], merge: str) -> None:
-    for row, value in zip(target.tolist(), values, strict=True):
-        if value is None:
-            continue
-        old = column[row]
-        if old is None or (value < old if merge == "min" else value > old):
-            column[row] = value
+    def describe(self) -> str:
+        return ", ".join(f"{name}={spec}" for name, spec in self.specs.items())
 
 
 class RunningAggregate(KeyedOperator):
@@ -308,7 +478,7 @@ class RunningAggregate(KeyedOperator):
     def table(self) -> TableSpec:
         return TableSpec(self.key_schema, self.accumulators.values)
 
-    def prepare(self, frame: pl.DataFrame, from_source: bool) -> Prepared:
+    def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
         return Prepared(self.accumulators.partial(frame, list(self.key)))
 
     def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied:
@@ -322,7 +492,7 @@ class RunningAggregate(KeyedOperator):
         else:
             rows = self._merge(table, in_order(arrivals))
         keys = table.keys(rows)
-        out = keys.with_columns(self.accumulators.raw(table, rows)).select(*self.key, *self.accumulators.results())
+        out = keys.hstack(self.accumulators.raw(table, rows)).select(*self.key, *self.accumulators.results())
         return Applied(canonical(out, table.hashes(rows)))
 
     def _merge(self, table: KeyedTable, frame: pl.DataFrame) -> np.ndarray:
@@ -336,7 +506,29 @@ class RunningAggregate(KeyedOperator):
         }
 
     def describe(self) -> str:
-        return "aggregate " + ", ".join(f"{c.name}={c.spec}" for c in self.accumulators.compiled)
+        return f"aggregate {self.accumulators.describe()}"
 
 
-__all__ = ["Aggregate", "RunningAggregate", "count", "max", "mean", "min", "sum", "visible"]
+__all__ = [
+    "Accumulators",
+    "Aggregate",
+    "Aggregator",
+    "RunningAggregate",
+    "aggregator",
+    "approx_distinct",
+    "collect",
+    "count",
+    "distinct",
+    "first",
+    "heavy_hitters",
+    "last",
+    "max",
+    "mean",
+    "min",
+    "quantile",
+    "std",
+    "sum",
+    "top",
+    "variance",
+    "visible",
+]

@@ -145,12 +145,12 @@ def test_explain_names_everything() -> None:
     assert flow.explain().splitlines() == [
         "flow shop",
         "  stage 0 'orders' (source)",
-        "    orders: 1 given rows -> [k: String, x: Float64, t: Datetime(time_unit='us', time_zone=None)]",
-        "    paid: where -> [k: String, x: Float64, t: Datetime(time_unit='us', time_zone=None)]",
+        "    orders: 1 given rows -> [k: String, x: Float64, t: Datetime]",
+        "    paid: where -> [k: String, x: Float64, t: Datetime]",
         "    exchange paid -> 'sales'",
         "  stage 1 'sales' (keyed by k)",
         "    sales: hopping 30s/10s total=sum(x) -> [k: String, "
-        "window_start: Datetime(time_unit='us', time_zone=None), "
-        "window_end: Datetime(time_unit='us', time_zone=None), total: Float64]",
+        "window_start: Datetime, "
+        "window_end: Datetime, total: Float64]",
         "    out: sink memory",
     ]

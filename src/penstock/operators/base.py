@@ -199,12 +199,11 @@ def one_zero(x: pl.Expr) -> pl.Expr:
 
 def unique_keys(hashes: np.ndarray, keys: pl.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """First position of each distinct key, in order of first appearance, and for every row the number of its key."""
-    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-    appearance = np.argsort(first, kind="stable")
-    rank = np.empty_like(appearance)
-    rank[appearance] = np.arange(len(appearance))
-    first = first[appearance]
-    inverse = rank[inverse]
+    leader = _first_alike(hashes)
+    leads = np.zeros(len(hashes), dtype=np.bool_)
+    leads[leader] = True
+    first = np.flatnonzero(leads)
+    inverse = (np.cumsum(leads) - 1)[leader]
     same = keys.equals(keys[first[inverse]], null_equal=True) if len(first) < len(hashes) else True
     if same:
         return first, inverse
@@ -218,6 +217,28 @@ def unique_keys(hashes: np.ndarray, keys: pl.DataFrame) -> tuple[np.ndarray, np.
             firsts.append(i)
         out[i] = numbers[row]
     return np.asarray(firsts, dtype=np.int64), out
+
+
+def _first_alike(hashes: np.ndarray) -> np.ndarray:
+    """For each row the first row of the same hash: through a scratch table, at a third of the cost of a sort.
+
+    All rows write themselves into the slot of their hash, the first ones last; who finds a row of its own hash there
+    is done, the others (another hash has their slot) try again among themselves.
+    """
+    bits = max(int(2 * len(hashes)).bit_length(), 1)
+    slots = np.empty(1 << bits, dtype=np.int64)
+    with np.errstate(over="ignore"):
+        slot = ((hashes * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - bits)).astype(np.int64)
+    out = np.empty(len(hashes), dtype=np.int64)
+    left = np.arange(len(hashes))
+    while left.size:
+        at = slot[left]
+        slots[at[::-1]] = left[::-1]
+        found = slots[at]
+        same = hashes[found] == hashes[left]
+        out[left[same]] = found[same]
+        left = left[~same]
+    return out
 
 
 def canonical(frame: pl.DataFrame, hashes: np.ndarray) -> pl.DataFrame:

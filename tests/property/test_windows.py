@@ -4,105 +4,35 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import date, datetime, timedelta
+from collections.abc import Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 import duckdb
 import polars as pl
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 import penstock as ps
 from penstock import testing
 from penstock.connectors.sinks import MemorySink
-from penstock.engines.job import Job, start
+from tests.property.cuts import (
+    COUNTS,
+    KEYS,
+    SEEDS,
+    SPECIAL,
+    Cut,
+    examples,
+    maybe,
+    plain,
+    plain_key,
+    run,
+    run_in_two,
+    some_cut,
+)
 
-THOROUGH = settings.get_current_profile_name() == "thorough"
 START = datetime(1970, 1, 1)
-
-
-SEEDS = st.integers(0, 2**32 - 1)
-COUNTS = st.integers(1, 40)
-
-
-def examples(count: int) -> settings:
-    return settings(max_examples=2_000 if THOROUGH else count)
-
-
-def plain(value: Any) -> Any:
-    """Equal exactly when the bits are: all NaN are one, -0.0 is not 0.0."""
-    if isinstance(value, float):
-        return "nan" if value != value else repr(value)
-    return value
-
-
-def plain_key(value: Any) -> Any:
-    """Keys: all NaN are one key, and -0.0 is 0.0."""
-    return plain(value + 0.0) if isinstance(value, float) else value
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One way to run a flow: none of it may show in the result."""
-
-    epochs: tuple[int, ...]
-    instances: int
-    slices: int
-    checkpoint_s: float
-    in_flight: int
-    rescales: tuple[tuple[int, int], ...]
-    """(after this epoch, to so many instances)"""
-
-
-def some_cut(r: random.Random, count: int) -> Cut:
-    inner = r.sample(range(1, count), min(count - 1, r.randint(0, 4)))
-    ends = [*sorted(inner), count]
-    slices = r.choice([1, 3, 8, 64])
-    most = min(8, slices)
-    return Cut(
-        tuple(b - a for a, b in zip([0, *ends], ends, strict=False)),
-        r.randint(1, most),
-        slices,
-        r.choice([0.0, 0.0, 3600.0]),
-        r.randint(1, 3),
-        tuple((r.randint(1, 4), r.randint(1, most)) for _ in range(r.randint(0, 2))),
-    )
-
-
-def run(build: Callable[[ps.Source], ps.Flow], frame: pl.DataFrame, cut: Cut, keyed: Sequence[str]) -> Job:
-    """Run a flow over ``frame`` cut as told, rescaling the stages ``keyed`` on the way."""
-    flow = build(testing.rows(frame, epochs=cut.epochs))
-    config = ps.Config(
-        instances=cut.instances,
-        slices=cut.slices,
-        checkpoint_interval_s=cut.checkpoint_s,
-        epochs_in_flight=cut.in_flight,
-    )
-    held: list[Job] = []
-    ready = threading.Event()
-    published = 0
-
-    def trip(step: str) -> None:
-        nonlocal published
-        if step == "after-publish":
-            published += 1
-            ready.wait()
-            for after, instances in cut.rescales:
-                if after == published:
-                    for stage in keyed:
-                        held[0].rescale(stage, instances)
-
-    job = start(flow, engine="local", config=config, trip=trip)
-    held.append(job)
-    ready.set()
-    assert job.wait(60)
-    return job
-
 
 # -- the oracle ------------------------------------------------------------------------------------------------------
 
@@ -174,42 +104,35 @@ def oracle(
     every: int,
     lateness: int,
     over: dict[str, ps.Aggregate],
-) -> tuple[dict[Any, tuple[Any, ...]], int]:
-    """(key, window start) -> values, and how many rows were late. Times in microseconds."""
+    offset: int = 0,
+    empty: int = 0,
+    one_pane: bool = False,
+) -> tuple[dict[Any, tuple[Any, ...]], list[dict[str, Any]], int]:
+    """(key, window start) -> values; the late rows; and how many rows have no time. Times in microseconds."""
     windows: dict[Any, list[tuple[Any, ...]]] = defaultdict(list)
-    high, late = -math.inf, 0
+    high, late, timeless = -math.inf, [], 0
     for row in rows:
         if row["t"] is None:
-            late += 1
+            timeless += 1
             continue
         t = (row["t"] - START) // timedelta(microseconds=1)
         high = max(high, t)
-        starts = [s for s in range((t - size) // every * every, t + 1, every) if s <= t < s + size]
+        earliest = (t - offset - size) // every * every + offset
+        starts = [s for s in range(earliest, t + 1, every) if s <= t < s + size]
         still_open = [s for s in starts if s + size > high - lateness]
         if not still_open:
-            late += 1
+            late.append(row)
+            continue
+        for s in range(starts[-1] + every, starts[-1] + empty + 1, every):
+            windows[tuple(plain_key(row[k]) for k in key), s]  # the key is known there, rows or not
         for s in still_open:
-            pane = t // math.gcd(size, every)
-            entry = (pane, still_open[0] + size, row["x"], row["i"], row["s"])
+            pane = (t - offset) // math.gcd(size, every)
+            entry = (0 if one_pane else pane, 0 if one_pane else still_open[0] + size, row["x"], row["i"], row["s"])
             windows[tuple(plain_key(row[k]) for k in key), s].append(entry)
-    return {w: expected_values(found, list(over), over) for w, found in windows.items()}, late
+    return {w: expected_values(found, list(over), over) for w, found in windows.items()}, late, timeless
 
 
 # -- generated input -------------------------------------------------------------------------------------------------
-
-SPECIAL = [math.nan, -0.0, 0.0, math.inf, -math.inf, 0.1, 0.2, 0.3, 1e16, -1e16, 1.0]
-KEYS: dict[str, tuple[pl.DataType, list[Any]]] = {
-    "word": (pl.String(), ["a", "b", "ü", "", "a longer key than twelve bytes"]),
-    "number": (pl.Int64(), [0, -1, 7, 2**62]),
-    "real": (pl.Float64(), [math.nan, -0.0, 0.0, 1.5]),
-    "day": (pl.Date(), [date(2024, 2, 29), date(1969, 12, 31)]),
-    "flag": (pl.Boolean(), [False, True]),
-}
-
-
-def maybe(r: random.Random, value: Any) -> Any:
-    """Now and then nothing."""
-    return None if r.random() < 0.1 else value
 
 
 def some_input(r: random.Random, count: int) -> tuple[pl.DataFrame, tuple[str, ...]]:
@@ -255,19 +178,105 @@ def test_a_window_holds_exactly_its_rows_however_the_input_is_cut(seed: int, cou
     size = r.randint(1, 24)
     every = r.randint(max(1, size // 4), size)
     lateness = r.choice([0, 3, 20, 200])
+    offset = r.choice([0, 0, 1, -7, 100])
+    empty = r.choice([0, 0, every, 40])
     over = r.choice([aggregates, integers_only])()
     cut = some_cut(r, count)
-    sink = MemorySink()
+    sink, late_sink = MemorySink(), MemorySink()
 
     def build(source: ps.Source) -> ps.Flow:
         flow = ps.Flow("windows")
-        spec = ps.hopping(micro(size), every=micro(every), on="t", lateness=micro(lateness))
+        spec = ps.hopping(
+            micro(size),
+            every=micro(every),
+            on="t",
+            lateness=micro(lateness),
+            offset=micro(offset),
+            empty=micro(empty) if empty else None,
+        )
+        windows = flow.source("in", source).key_by(*key).window(spec)
+        windows.aggregate("w", **over).sink("out", sink)
+        windows.late("late").sink("late-out", late_sink)
+        return flow
+
+    expected, late, timeless = oracle(frame.to_dicts(), key, size, every, lateness, over, offset, empty)
+    if r.random() < 0.25:
+        run_in_two(build, frame, cut, r.randint(1, 3))
+    else:
+        job = run(build, frame, cut, ["w", "in", "late"])
+        assert job.status().late == len(late)
+        assert job.status().dead_letters == timeless
+    assert emitted(sink, key, list(over)) == expected
+    assert as_text(late_sink.frame().to_dicts()) == as_text(late)
+
+
+def as_text(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return sorted(repr({k: plain_key(v) if k == "real" else plain(v) for k, v in row.items()}) for row in rows)
+
+
+@given(seed=SEEDS, count=COUNTS)
+@examples(40)
+def test_the_last_update_of_a_window_is_its_result(seed: int, count: int) -> None:
+    r = random.Random(seed)
+    frame, key = some_input(r, count)
+    size = r.randint(1, 24)
+    every = r.randint(max(1, size // 4), size)
+    lateness = r.choice([0, 3, 20, 200])
+    over = r.choice([aggregates, integers_only])()
+    sink = MemorySink()
+
+    def build(source: ps.Source) -> ps.Flow:
+        flow = ps.Flow("updates")
+        spec = ps.hopping(micro(size), every=micro(every), on="t", lateness=micro(lateness), emit="updates")
         flow.source("in", source).key_by(*key).window(spec).aggregate("w", **over).sink("out", sink)
         return flow
 
-    job = run(build, frame, cut, ["w", "in"])
-    expected, late = oracle(frame.to_dicts(), key, size, every, lateness, over)
-    assert emitted(sink, key, list(over)) == expected
+    cut = some_cut(r, count)
+    if r.random() < 0.25:
+        run_in_two(build, frame, cut, r.randint(1, 3))
+    else:
+        run(build, frame, cut, ["w", "in"])
+    last = {}
+    for row in sink.frame().iter_rows(named=True):
+        window = (tuple(plain(row[k]) for k in key), (row["window_start"] - START) // micro(1))
+        last[window] = tuple(plain(row[n]) for n in over)
+    # Row by row, and not by panes: as though every window had one pane.
+    assert last == oracle(frame.to_dicts(), key, size, every, lateness, over, one_pane=True)[0]
+
+
+@given(seed=SEEDS, count=COUNTS)
+@examples(25)
+def test_of_several_sources_each_has_its_own_watermark(seed: int, count: int) -> None:
+    """A row is late by the rows before it in its own source, however far the other one is; the slower one closes."""
+    r = random.Random(seed)
+    left, key = some_input(r, count)
+    right = left.sample(fraction=1.0, shuffle=True, seed=seed % 1000).with_columns(
+        pl.col("t") + micro(r.randint(0, 60))
+    )
+    size = r.randint(1, 24)
+    every = r.randint(max(1, size // 4), size)
+    lateness = r.choice([0, 3, 20])
+    sink = MemorySink()
+    cut = some_cut(r, count)
+
+    def build(source: ps.Source) -> ps.Flow:
+        flow = ps.Flow("two")
+        other = testing.rows(right, epochs=some_cut(r, count).epochs)
+        both = flow.source("in", source).union("both", flow.source("other", other))
+        spec = ps.hopping(micro(size), every=micro(every), on="t", lateness=micro(lateness))
+        both.key_by(*key).window(spec).aggregate("w", n=ps.count(), whole=ps.sum("i")).sink("out", sink)
+        return flow
+
+    job = run(build, left, cut, ["w", "in"])
+    counted: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
+    late = 0
+    for source in (left, right):
+        found, dropped, _ = oracle(source.to_dicts(), key, size, every, lateness, integers_only())
+        late += len(dropped)
+        for window, (n, whole, *_rest) in found.items():
+            counted[window][0] += n
+            counted[window][1] += whole
+    assert emitted(sink, key, ["n", "whole"]) == {w: tuple(v) for w, v in counted.items()}
     assert job.status().late == late
 
 
@@ -292,7 +301,7 @@ def test_the_best_of_each_window(seed: int, count: int) -> None:
 
     run(build, frame, cut, ["w", "top"])
     over = {"n": ps.count(), "whole": ps.sum("i"), "mean": ps.mean("i")}
-    windows, _ = oracle(frame.to_dicts(), key, size, size, 5, over)
+    windows, *_ = oracle(frame.to_dicts(), key, size, size, 5, over)
     best: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
     for (row_key, begin), (n, whole, _) in windows.items():
         best[begin].append((-n if descending else n, in_key_order(row_key), row_key, whole))

@@ -1,4 +1,4 @@
-"""Event-time windows, tumbling and hopping, shared by panes.
+"""Windows of time, tumbling and hopping: of the event time in a column, or of the clock.
 
 Time is cut into panes of gcd(size, every); a row is counted once, in its pane, and a window is put together from its
 panes when the watermark passes its end.
@@ -8,16 +8,23 @@ source order, less the lateness. A row counts for those of its windows that are 
 is the end of the first such window, and rows of one pane with different ``lo`` are kept apart. Before the exchange a
 task knows only its own split; the container adds what the splits before it saw (``Arrival.watermark``). So the cut
 into epochs or splits changes when a window is emitted, never what is in it. A row whose windows are all closed is
-late: dropped, and counted. A row without a time is counted as late too.
+late: dropped, and counted.
+
+**Updates.** With ``emit="updates"`` the present result of a window is given whenever it has changed. State is then kept
+by window instead of by pane, for a window that is read in every epoch must not be put together in every epoch.
+
+**Empty windows.** With ``empty=`` panes are kept that much longer than they are counted. A window in which a key has
+no rows is given for the key while one of its panes is kept; which windows those are follows from the rows alone.
+
+**The clock.** With ``on=ps.CLOCK`` the time of a row is the clock of its epoch, which is logged: an epoch that runs
+again gives the same windows.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -26,6 +33,7 @@ import polars as pl
 from penstock.errors import FlowError
 from penstock.operators.aggregates import Accumulators, Aggregate
 from penstock.operators.base import (
+    FOREVER,
     HASH,
     NEVER,
     ORDER,
@@ -35,175 +43,233 @@ from penstock.operators.base import (
     Prepared,
     Tick,
     in_order,
-    unique_keys,
+    row_watermarks,
 )
+from penstock.operators.event_time import (
+    CLOCK,
+    Clock,
+    Duration,
+    Window,
+    clamped,
+    microseconds,
+    not_negative,
+    one_of,
+    positive,
+    seconds,
+    timed_rows,
+)
+from penstock.operators.late import watermark_at
 from penstock.state.hashing import hash_columns
 from penstock.state.table import KeyedTable, TableSpec, numeric
 
 WINDOW_START, WINDOW_END = "window_start", "window_end"
-_PANE, _LO, _ROWS = "__pane", "__lo", "__rows"
-_UNITS_US = {"us": 1, "ms": 1000, "s": 1_000_000, "m": 60_000_000, "h": 3_600_000_000, "d": 86_400_000_000}
-
-Duration = str | timedelta | int | float
-
-
-def microseconds(value: Duration, what: str) -> int:
-    """``"30s"``, ``"1h30m"``, ``timedelta``, or a number of seconds."""
-    if isinstance(value, timedelta):
-        return round(value.total_seconds() * 1_000_000)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return round(value * 1_000_000)
-    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d)", value) if isinstance(value, str) else []
-    if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d)|\s+", "", str(value)):
-        raise FlowError(
-            f"{what}: {value!r} is not a duration.",
-            remedy="Write it like '30s', '500ms', '1h30m' or '1d', or pass a datetime.timedelta.",
-        )
-    return sum(round(float(n) * _UNITS_US[u]) for n, u in parts)
+EMIT = ("final", "updates")
+WINDOWS_PER_ROW_MAX = 10_000
+_PANE, _LO, _ROWS, _END = "__pane", "__lo", "__rows", "__end"
+_PAIRS_FEW = 8
+"""Up to so many distinct (pane, lo) in a split, each is reduced by itself: polars groups by one column much faster."""
 
 
 @dataclass(frozen=True)
-class WindowSpec:
+class WindowSpec(Window):
+    """What ``ps.tumbling`` and ``ps.hopping`` give. Ends of windows are the multiples of ``every`` plus size and
+    offset.
+    """
+
     size_us: int
     every_us: int
-    on: str
-    lateness_us: int
+    on: str | Clock
+    lateness_us: int = 0
+    emit: str = "final"
+    empty_us: int = 0
+    offset_us: int = 0
+
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        return self.emit == "final"
+
+    @property
+    def hold_us(self) -> int:  # type: ignore[override]
+        return self.size_us
 
     @property
     def pane_us(self) -> int:
         return math.gcd(self.size_us, self.every_us)
 
-    @property
-    def per_row(self) -> int:
-        """Greatest number of windows one row belongs to."""
-        return -(-self.size_us // self.every_us)
+    # In what follows times are counted from the offset: see ``shifted``.
+
+    def first_end(self, ts: Any) -> Any:
+        """End of the first window a time belongs to; also, of the first window still open at a watermark."""
+        return ((clamped(ts) - self.size_us) // self.every_us + 1) * self.every_us + self.size_us
+
+    def last_end(self, ts: Any) -> Any:
+        return ts // self.every_us * self.every_us + self.size_us
+
+    def shifted(self, watermark: int) -> int:
+        """A watermark, counted from the offset."""
+        return watermark if watermark in (NEVER, FOREVER) else watermark - self.offset_us
+
+    def over_at(self, times_us: np.ndarray) -> np.ndarray:
+        ends: np.ndarray = self.last_end(times_us - self.offset_us) + self.offset_us
+        return ends
+
+    def aggregate(
+        self, id: str, key: Sequence[str], aggregates: Mapping[str, Aggregate], schema: pl.Schema
+    ) -> KeyedOperator:
+        kind = WindowUpdates if self.emit == "updates" else WindowAggregate
+        return kind(id, key, self, aggregates, schema)
+
+    def describe(self) -> str:
+        kind = "tumbling" if self.size_us == self.every_us else "hopping"
+        parts = [f"{kind} {seconds(self.size_us)}/{seconds(self.every_us)}"]
+        if self.on is CLOCK:
+            parts.append("of the clock")
+        if self.emit != "final":
+            parts.append(self.emit)
+        if self.empty_us:
+            parts.append(f"empty for {seconds(self.empty_us)}")
+        return " ".join(parts)
 
 
-def hopping(size: Duration, *, every: Duration, on: str, lateness: Duration = 0) -> WindowSpec:
-    """Windows of ``size`` that start ``every`` so often, by the event time in column ``on``.
+def hopping(
+    size: Duration,
+    *,
+    every: Duration,
+    on: str | Clock,
+    lateness: Duration = 0,
+    emit: str = "final",
+    empty: Duration | None = None,
+    offset: Duration = 0,
+) -> WindowSpec:
+    """Windows of ``size`` that start ``every`` so often, by the event time in column ``on`` or by ``ps.CLOCK``.
 
-    ``lateness`` is how much later than the newest event an older one may still come and be counted.
+    ``lateness`` is how much later than the newest event an older one may still come and be counted. ``emit="final"``
+    gives each window once, when it is over; ``emit="updates"`` gives its present result whenever that has changed.
+    ``empty="1h"`` gives the windows in which a key has no rows, too, until it has been silent for an hour. Windows
+    start at multiples of ``every`` since 1970 plus ``offset``.
     """
     spec = WindowSpec(
-        microseconds(size, "window size"), microseconds(every, "every"), on, microseconds(lateness, "lateness")
+        positive(size, "window size", "size='30s'"),
+        positive(every, "every", "every='10s'"),
+        on,
+        not_negative(lateness, "lateness"),
+        one_of(emit, EMIT, "emit"),
+        0 if empty is None else positive(empty, "empty", "empty='1h'"),
+        microseconds(offset, "offset"),
     )
-    if spec.size_us <= 0 or spec.every_us <= 0:
-        raise FlowError("a window's size and its hop must be greater than zero.", remedy="For example size='30s'.")
     if spec.every_us > spec.size_us:
         raise FlowError(
             "a window hops further than it is long: rows between two windows would be lost.",
             remedy="Make every= at most as long as the size.",
         )
-    if spec.lateness_us < 0:
-        raise FlowError("lateness cannot be negative.", remedy="Use lateness='0s' or more.")
+    if spec.size_us > WINDOWS_PER_ROW_MAX * spec.every_us:
+        raise FlowError(
+            f"every row would belong to {-(-spec.size_us // spec.every_us)} windows.",
+            remedy=f"Make every= longer: at most {WINDOWS_PER_ROW_MAX} windows may overlap.",
+        )
+    if spec.empty_us and emit != "final":
+        raise FlowError(
+            "empty= needs emit='final': that nothing has come yet is no update.",
+            remedy="Leave out one of the two.",
+        )
+    if on is CLOCK and spec.lateness_us:
+        raise FlowError("by the clock nothing is late.", remedy="Leave out lateness=, or use a column of event time.")
     return spec
 
 
-def tumbling(size: Duration, *, on: str, lateness: Duration = 0) -> WindowSpec:
-    """Windows of ``size`` that follow one another."""
-    return hopping(size, every=size, on=on, lateness=lateness)
+def tumbling(
+    size: Duration,
+    *,
+    on: str | Clock,
+    lateness: Duration = 0,
+    emit: str = "final",
+    empty: Duration | None = None,
+    offset: Duration = 0,
+) -> WindowSpec:
+    """Windows of ``size`` that follow one another. The rest is as in :func:`hopping`."""
+    return hopping(size, every=size, on=on, lateness=lateness, emit=emit, empty=empty, offset=offset)
 
 
-class WindowAggregate(KeyedOperator):
-    """``key_by(...).window(...).aggregate(...)``: each window once, when the watermark has passed its end."""
+class _Windows(KeyedOperator):
+    """What windows have in common: up to the container, and into it."""
 
     timed = True
 
     def __init__(
-        self,
-        id: str,
-        key: Sequence[str],
-        window: WindowSpec,
-        aggregates: Mapping[str, Aggregate],
-        schema: pl.Schema,
+        self, id: str, key: Sequence[str], window: WindowSpec, aggregates: Mapping[str, Aggregate], schema: pl.Schema
     ) -> None:
         self.id = id
         self.key = tuple(key)
         self.window = window
+        self.clocked = window.on is CLOCK
         self.lateness_us = window.lateness_us
-        self.hold_us = window.size_us
+        self.hold_us = window.hold_us
         self.accumulators = Accumulators(id, aggregates, schema)
         self.key_schema = pl.Schema({k: schema[k] for k in key})
         times = {WINDOW_START: pl.Datetime("us"), WINDOW_END: pl.Datetime("us")}
         self.output = pl.Schema({**self.key_schema, **times, **self.accumulators.output})
-        self.table_key = pl.Schema({**self.key_schema, _PANE: pl.Int64(), _LO: pl.Int64()})
-
-    def table(self) -> TableSpec:
-        # Pane and lo once more as values: numpy finds the rows of a closing window without touching the keys.
-        times = {"__p": numeric(np.int64, 0), "__l": numeric(np.int64, 0)}
-        return TableSpec(self.table_key, {**self.accumulators.values, **times})
 
     # -- before the exchange ---------------------------------------------------------------------------------------
 
-    def prepare(self, frame: pl.DataFrame, from_source: bool) -> Prepared:
+    def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
         w = self.window
-        time = frame[w.on]
-        timeless = time.null_count()
-        if timeless:
-            frame = frame.filter(time.is_not_null())
-            time = frame[w.on]
+        if isinstance(w.on, Clock):
+            shifted = np.full(frame.height, clock_us - w.offset_us, dtype=np.int64)
+            return Prepared(self._partial(frame, shifted // w.pane_us, w.first_end(shifted)))
+        frame, ts, dead = timed_rows(self.id, frame, w.on)
         if not frame.height:
-            empty = frame.with_columns(pl.lit(0, pl.Int64).alias(_PANE), pl.lit(0, pl.Int64).alias(_LO))
-            return Prepared(self._partial(empty), None, timeless)
-        ts = time.cast(pl.Datetime("us")).to_physical().to_numpy()
-        first_end = ((ts - w.size_us) // w.every_us + 1) * w.every_us + w.size_us
-        lo, late = first_end, timeless
-        keep: np.ndarray | None = None
-        if from_source:
-            watermark = np.maximum.accumulate(ts) - w.lateness_us
-            if not (watermark < first_end).all():
-                lo = np.maximum(first_end, self._next_end(watermark))
-                keep = ts // w.every_us * w.every_us + w.size_us > watermark
-        frame = frame.with_columns(pl.Series(_PANE, ts // w.pane_us), pl.Series(_LO, lo))
-        if keep is not None and not keep.all():
-            late += int((~keep).sum())
-            frame = frame.filter(pl.Series(keep))
-        return Prepared(self._partial(frame), int(ts.max()), late)
+            return Prepared(self._partial(frame, ts, ts), dead=dead)
+        time_max = int(ts.max())
+        watermark = row_watermarks(frame, ts, w.lateness_us) if from_source else None
+        if w.offset_us:
+            ts = ts - w.offset_us
+            watermark = None if watermark is None else clamped(watermark) - w.offset_us
+        lo = w.first_end(ts)
+        late = 0
+        if watermark is not None and not (watermark < lo).all():
+            lo = np.maximum(lo, w.first_end(watermark))
+            keep = w.last_end(ts) > watermark
+            if not keep.all():
+                late = int(np.count_nonzero(~keep))
+                frame, ts, lo = frame.filter(keep), ts[keep], lo[keep]
+        return Prepared(self._partial(frame, ts // w.pane_us, lo), time_max, late, dead)
 
-    def _partial(self, frame: pl.DataFrame) -> pl.DataFrame:
+    def _partial(self, frame: pl.DataFrame, pane: np.ndarray, lo: np.ndarray) -> pl.DataFrame:
+        """Partial rows by key, pane and lo."""
         by = [*self.key, _PANE, _LO]
-        if self.accumulators.associative:
-            columns = [acc.partial.alias(acc.name) for acc in self.accumulators.columns]
-            return frame.group_by(by).agg(*columns, pl.len().cast(pl.Int64).alias(_ROWS))
-        return self.accumulators.partial(frame, by).with_columns(pl.lit(1, pl.Int64).alias(_ROWS))
-
-    def _next_end(self, watermark: Any) -> Any:
-        """End of the first window that is still open at a watermark."""
-        w = self.window
-        return ((watermark - w.size_us) // w.every_us + 1) * w.every_us + w.size_us
-
-    def _last_end(self, pane: np.ndarray) -> np.ndarray:
-        w = self.window
-        return pane * w.pane_us // w.every_us * w.every_us + w.size_us
+        pairs = _few_pairs(pane, lo) if self.accumulators.associative else None
+        if pairs is None:
+            frame = frame.with_columns(pl.Series(_PANE, pane), pl.Series(_LO, lo))
+            return self.accumulators.partial(frame, by, count=_ROWS)
+        parts = []
+        for one_pane, one_lo, rows in pairs:
+            part = self.accumulators.partial(frame if rows is None else frame.filter(rows), list(self.key), count=_ROWS)
+            pair = pl.lit(one_pane, pl.Int64).alias(_PANE), pl.lit(one_lo, pl.Int64).alias(_LO)
+            parts.append(part.with_columns(*pair))
+        return pl.concat(parts) if len(parts) > 1 else parts[0]
 
     # -- in the container ------------------------------------------------------------------------------------------
 
-    def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied:
-        assert table is not None
+    def _open_rows(self, arrivals: Sequence[Arrival], tick: Tick) -> tuple[list[pl.DataFrame], int]:
+        """What counts for windows that are open, to be merged frame by frame; and how many rows are late."""
         late = 0
-        open_arrivals: list[Arrival] = []
+        arrived: list[Arrival] = []
         for a in arrivals:
             if not a.frame.height:
                 continue
-            frame, dropped = self._hold_back(a.frame, max(a.watermark, tick.watermark_before))
+            frame, dropped = self._hold_back(a.frame, self.window.shifted(watermark_at(a, tick)))
             late += dropped
             if frame.height:
-                open_arrivals.append(Arrival(frame, a.origin, a.index, a.from_source, a.watermark, a.port))
-        if open_arrivals:
-            if self.accumulators.associative:
-                for a in open_arrivals:
-                    self._merge(table, a.frame)
-            else:
-                self._merge(table, in_order(open_arrivals))
-        if tick.watermark > tick.watermark_before:
-            return Applied(self._close(table, tick.watermark_before, tick.watermark), late)
-        return Applied(pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}), late)
+                arrived.append(Arrival(frame, a.origin, a.index, a.from_source, a.watermark, a.port))
+        if self.accumulators.associative or not arrived:
+            return [a.frame for a in arrived], late
+        return [in_order(arrived)], late
 
     def _hold_back(self, frame: pl.DataFrame, watermark: int) -> tuple[pl.DataFrame, int]:
         """Drop rows whose windows had all closed before this split; move the rest to the first window still open."""
         if watermark == NEVER:
             return frame, 0
-        next_end = self._next_end(watermark)
+        next_end = self.window.first_end(watermark)
         lo = frame[_LO].to_numpy()
         if (lo >= next_end).all():
             return frame, 0
@@ -211,85 +277,242 @@ class WindowAggregate(KeyedOperator):
         late = int(frame[_ROWS].filter(pl.Series(~keep)).sum())
         frame = frame.with_columns(pl.Series(_LO, np.maximum(lo, next_end))).filter(pl.Series(keep))
         if self.accumulators.associative:  # two values of lo may have become one
-            by = [HASH, *self.key, _PANE, _LO]
-            frame = frame.group_by(by).agg(
-                *(acc.merge_expr() for acc in self.accumulators.columns), pl.col(_ROWS).sum()
-            )
+            frame = self.accumulators.regroup(frame, [HASH, *self.key, _PANE, _LO], [_ROWS])
         return frame, late
 
-    def _merge(self, table: KeyedTable, frame: pl.DataFrame) -> None:
-        pane, lo = frame[_PANE].to_numpy(), frame[_LO].to_numpy()
-        hashes = mix_low(frame[HASH].to_numpy(), pane, lo)
-        self.accumulators.merge_into(table, hashes, frame.select(self.table_key.names()), frame)
-        rows = table.find(hashes, frame.select(self.table_key.names()))
-        table.column("__p")[rows] = pane
-        table.column("__l")[rows] = lo
+    def _last_end(self, pane: np.ndarray) -> np.ndarray:
+        ends: np.ndarray = self.window.last_end(pane * self.window.pane_us)
+        return ends
 
-    def _close(self, table: KeyedTable, before: int, watermark: int) -> pl.DataFrame:
-        """Emit every window whose end the watermark has passed since ``before``, then forget the panes no window
-        needs.
-        """
+    def _passed(self, tick: Tick) -> tuple[int, int] | None:
+        """First and last end of a window between the watermark before and now; None if there is none."""
         w = self.window
-        rows = table.live_rows()
-        lo = table.column("__l")[rows]
-        due = lo <= watermark
-        rows, lo = rows[due], lo[due]
-        if not len(rows):
-            return pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()})
-        last = self._last_end(table.column("__p")[rows])
-        until = np.minimum(last, watermark)
-        picked: list[np.ndarray] = []
-        ends: list[np.ndarray] = []
-        for j in range(w.per_row):
-            end = lo + j * w.every_us
-            mask = (end > before) & (end <= until)  # a pane outlives the first of its windows
-            picked.append(np.nonzero(mask)[0])
-            ends.append(end[mask])
-        index, end = np.concatenate(picked), np.concatenate(ends)
-        # One gather of keys for all windows a row goes into; panes in time order, so float sums have one order.
-        base = table.keys(rows).select(self.key).with_columns(self.accumulators.raw(table, rows))
-        frame = base[index].with_columns(pl.Series(WINDOW_END, end))
-        if self.accumulators.associative:
-            by = [*self.key, WINDOW_END]
-            whole = frame.group_by(by).agg(acc.merge_expr() for acc in self.accumulators.columns)
-        else:
-            order = np.lexsort((lo[index], table.column("__p")[rows][index]))
-            whole = self._sum_in_order(frame[order])
-        hashes = hash_columns(whole, self.key)
-        table.delete(rows[last <= watermark])
-        stamp = pl.col(WINDOW_END).cast(pl.Datetime("us"))
-        out = whole.with_columns(pl.Series(ORDER, hashes, dtype=pl.UInt64)).sort(ORDER, WINDOW_END, maintain_order=True)
-        return out.select(
-            *self.key,
-            (pl.col(WINDOW_END) - w.size_us).cast(pl.Datetime("us")).alias(WINDOW_START),
-            stamp.alias(WINDOW_END),
-            *self.accumulators.results(),
-            ORDER,
-        )
+        if tick.watermark <= tick.watermark_before:
+            return None
+        first = w.first_end(w.shifted(tick.watermark_before))
+        last = FOREVER if tick.watermark == FOREVER else w.first_end(w.shifted(tick.watermark)) - w.every_us
+        return (first, last) if first <= last else None
 
-    def _sum_in_order(self, frame: pl.DataFrame) -> pl.DataFrame:
-        keys = frame.select(*self.key, WINDOW_END)
-        first, inverse = unique_keys(hash_columns(keys, keys.columns), keys)
-        scratch = KeyedTable(TableSpec(keys.schema, self.accumulators.values))
-        distinct = keys[first]
-        rows, _ = scratch.upsert(hash_columns(distinct, distinct.columns), distinct)
-        self.accumulators.add_at(scratch, rows[inverse], frame)
-        return distinct.with_columns(self.accumulators.raw(scratch, rows))
+    def _results(self, keys: pl.DataFrame, ends: np.ndarray, raw: pl.DataFrame, hashes: np.ndarray) -> pl.DataFrame:
+        w = self.window
+        end = pl.Series(WINDOW_END, ends + w.offset_us).cast(pl.Datetime("us"))
+        start = pl.Series(WINDOW_START, ends + (w.offset_us - w.size_us)).cast(pl.Datetime("us"))
+        order = pl.Series(ORDER, hashes, dtype=pl.UInt64)
+        frame = pl.DataFrame([*keys.get_columns(), start, end, *raw.get_columns(), order])
+        return frame.select(*self.key, WINDOW_START, WINDOW_END, *self.accumulators.results(), ORDER)
+
+    def _nothing(self, late: int) -> Applied:
+        return Applied(pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}), late)
 
     def fingerprint(self) -> dict[str, Any]:
+        w = self.window
+        more = {"offset": w.offset_us} if w.offset_us else {}
         return {
-            "operator": "window",
+            "operator": "window" if w.emit == "final" else "window updates",
             "key": {k: str(t) for k, t in self.key_schema.items()},
-            "window": [self.window.size_us, self.window.every_us],
+            "window": [w.size_us, w.every_us],
             "aggregates": self.accumulators.fingerprint(),
+            **more,
         }
 
     def describe(self) -> str:
+        return f"{self.window.describe()} {self.accumulators.describe()}"
+
+
+class WindowAggregate(_Windows):
+    """``emit="final"``: each window once, when the watermark has passed its end."""
+
+    def __init__(
+        self, id: str, key: Sequence[str], window: WindowSpec, aggregates: Mapping[str, Aggregate], schema: pl.Schema
+    ) -> None:
+        super().__init__(id, key, window, aggregates, schema)
+        if window.size_us != window.pane_us:
+            self.accumulators.require_merge("a hopping window is put together from its panes")
+        self.table_key = pl.Schema({**self.key_schema, _PANE: pl.Int64(), _LO: pl.Int64()})
+
+    def table(self) -> TableSpec:
+        # Pane, lo and the key's hash once more as values: numpy finds and groups the rows of a closing window without
+        # touching the keys.
+        own = {"__p": numeric(np.int64, 0), "__l": numeric(np.int64, 0), "__k": numeric(np.uint64, 0)}
+        return TableSpec(self.table_key, {**self.accumulators.values, **own})
+
+    def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied:
+        assert table is not None
+        frames, late = self._open_rows(arrivals, tick)
+        for frame in frames:
+            self._merge(table, frame)
+        passed = self._passed(tick)
+        out = self._close(table, *passed) if passed else None
+        return self._nothing(late) if out is None else Applied(out, late)
+
+    def _merge(self, table: KeyedTable, frame: pl.DataFrame) -> None:
+        keys = frame.select(self.table_key.names())
+        pane, lo, key_hash = frame[_PANE].to_numpy(), frame[_LO].to_numpy(), frame[HASH].to_numpy()
+        hashes = mix_low(key_hash, pane, lo)
+        rows = self.accumulators.merge_into(table, hashes, keys, frame)
+        if not self.accumulators.associative:  # rows of the table, each once: find out what they are
+            stored = table.keys(rows)
+            pane, lo, key_hash = stored[_PANE].to_numpy(), stored[_LO].to_numpy(), hash_columns(stored, self.key)
+        table.column("__p")[rows] = pane
+        table.column("__l")[rows] = lo
+        table.column("__k")[rows] = key_hash
+
+    def _close(self, table: KeyedTable, first: int, last: int) -> pl.DataFrame | None:
+        """Emit the windows that end from ``first`` to ``last``, then forget the panes no window needs."""
         w = self.window
-        kind = "tumbling" if w.size_us == w.every_us else "hopping"
-        return f"{kind} {w.size_us / 1e6:g}s/{w.every_us / 1e6:g}s " + ", ".join(
-            f"{c.name}={c.spec}" for c in self.accumulators.compiled
-        )
+        rows = table.live_rows()
+        lo = table.column("__l")[rows]
+        due = lo <= last
+        if not due.all():
+            rows, lo = rows[due], lo[due]
+        if not rows.size:
+            return None
+        pane = table.column("__p")[rows]
+        counted_until = self._last_end(pane)
+        kept_until = counted_until + w.empty_us // w.every_us * w.every_us
+        if not self.accumulators.associative:  # panes in time order, so that sums of floats have one order
+            order = np.lexsort((lo, pane))
+            rows, lo, counted_until, kept_until = rows[order], lo[order], counted_until[order], kept_until[order]
+        index, ends = _ends(np.maximum(lo, first), np.minimum(kept_until, last), w.every_us)
+        out = self._put_together(table, rows, index, ends, ends <= counted_until[index]) if index.size else None
+        table.delete(rows[kept_until <= last])
+        return out
+
+    def _put_together(
+        self, table: KeyedTable, rows: np.ndarray, index: np.ndarray, ends: np.ndarray, counted: np.ndarray
+    ) -> pl.DataFrame:
+        """``rows[index]`` belong to the windows that end at ``ends``, where ``counted``; else the key is only known."""
+        rows = rows[index]  # a row may be in several windows
+        keys = table.keys(rows).select(self.key)
+        hashes = table.column("__k")[rows]
+        representative = group_rows(hashes, ends)
+        if not keys.equals(keys[representative], null_equal=True):
+            representative = _exact_groups(keys, ends)
+        firsts = np.flatnonzero(representative == np.arange(rows.size))
+        one = int(ends.min()) == int(ends.max())
+        order = np.argsort(hashes[firsts]) if one else np.lexsort((ends[firsts], hashes[firsts]))
+        firsts = firsts[order]  # the canonical order of the output
+        number = np.empty(rows.size, dtype=np.int64)
+        number[firsts] = np.arange(firsts.size)
+        groups = number[representative]
+        if not counted.all():
+            rows, groups = rows[counted], groups[counted]
+        raw = self.accumulators.combine(table, rows, groups, firsts.size)
+        return self._results(keys[firsts], ends[firsts], raw, hashes[firsts])
+
+
+class WindowUpdates(_Windows):
+    """``emit="updates"``: each epoch, the present results of the windows that changed in it."""
+
+    def __init__(
+        self, id: str, key: Sequence[str], window: WindowSpec, aggregates: Mapping[str, Aggregate], schema: pl.Schema
+    ) -> None:
+        super().__init__(id, key, window, aggregates, schema)
+        self.identity = (*self.key, WINDOW_START, WINDOW_END)
+        self.table_key = pl.Schema({**self.key_schema, _END: pl.Int64()})
+
+    def table(self) -> TableSpec:
+        return TableSpec(self.table_key, {**self.accumulators.values, "__e": numeric(np.int64, 0)})
+
+    def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied:
+        assert table is not None
+        frames, late = self._open_rows(arrivals, tick)
+        changed = [self._merge(table, frame) for frame in frames]
+        out = None
+        if changed:
+            rows = table.distinct(np.concatenate(changed)) if len(changed) > 1 else changed[0]
+            out = self._present(table, rows)
+        passed = self._passed(tick)
+        if passed:
+            live = table.live_rows()
+            table.delete(live[table.column("__e")[live] <= passed[1]])
+        return self._nothing(late) if out is None else Applied(out, late)
+
+    def _merge(self, table: KeyedTable, frame: pl.DataFrame) -> np.ndarray:
+        index, ends = _ends(frame[_LO].to_numpy(), self._last_end(frame[_PANE].to_numpy()), self.window.every_us)
+        if not self.accumulators.associative:  # windows of one row in any order, rows of one window in theirs
+            order = np.argsort(index, kind="stable")
+            index, ends = index[order], ends[order]
+        frame = frame[index].with_columns(pl.Series(_END, ends))
+        if self.accumulators.associative:
+            frame = self.accumulators.regroup(frame, [HASH, *self.key, _END])
+        hashes = mix_low(frame[HASH].to_numpy(), frame[_END].to_numpy())
+        rows = self.accumulators.merge_into(table, hashes, frame.select(self.table_key.names()), frame)
+        end = frame[_END] if self.accumulators.associative else table.keys(rows)[_END]
+        table.column("__e")[rows] = end.to_numpy()
+        return rows
+
+    def _present(self, table: KeyedTable, rows: np.ndarray) -> pl.DataFrame:
+        keys = table.keys(rows)
+        ends, hashes = keys[_END].to_numpy(), hash_columns(keys, self.key)
+        order = np.lexsort((ends, hashes))
+        raw = self.accumulators.raw(table, rows[order])
+        return self._results(keys.select(self.key)[order], ends[order], raw, hashes[order])
+
+
+def _few_pairs(pane: np.ndarray, lo: np.ndarray) -> list[tuple[int, int, np.ndarray | None]] | None:
+    """The distinct (pane, lo), each with a mask of its rows (None: all of them); None when they are many."""
+    if not pane.size:
+        return None
+    pairs: list[tuple[int, int, np.ndarray | None]] = []
+    left = np.ones(pane.size, dtype=np.bool_)
+    while True:
+        at = int(np.argmax(left))
+        if not left[at]:
+            return pairs
+        if len(pairs) == _PAIRS_FEW:
+            return None
+        mask = (pane == pane[at]) & (lo == lo[at])
+        pairs.append((int(pane[at]), int(lo[at]), None if mask.all() else mask))
+        left &= ~mask
+
+
+def _ends(first: np.ndarray, last: np.ndarray, every_us: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each row the ends of windows from its first to its last: index of the row, and end."""
+    counts = np.maximum((last - first) // every_us + 1, 0)
+    if not counts.size or int(counts.max()) <= 1:
+        index = np.flatnonzero(counts)
+        return index, first[index]
+    index = np.repeat(np.arange(counts.size), counts)
+    step = np.arange(index.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    return index, first[index] + step * every_us
+
+
+def group_rows(hashes: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """For each entry one entry with the same hash and end, the same one for all of a group.
+
+    An open-addressing table, a whole batch at a time: all entries write themselves where they belong, the one found
+    there afterwards speaks for those equal to it, the others go on. A fraction of the time of a sort.
+    """
+    size = hashes.size
+    slots = np.full(1 << max(int(2 * size - 1).bit_length(), 1), -1, dtype=np.int32)
+    mask = np.int64(slots.size - 1)
+    with np.errstate(over="ignore"):
+        place = hashes ^ (ends.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        place ^= place >> np.uint64(32)
+    at = place.view(np.int64) & mask
+    slots[at] = np.arange(size, dtype=np.int32)
+    out = slots.take(at)
+    differs = hashes.take(out) != hashes
+    differs |= ends.take(out) != ends
+    left = np.flatnonzero(differs)
+    at, step = at[left], 0
+    while left.size:
+        step += 1
+        at = (at + step) & mask
+        free = slots[at] < 0
+        slots[at[free]] = left[free]
+        holder = slots[at]
+        same = (hashes[holder] == hashes[left]) & (ends[holder] == ends[left])
+        out[left[same]] = holder[same]
+        left, at = left[~same], at[~same]
+    return out
+
+
+def _exact_groups(keys: pl.DataFrame, ends: np.ndarray) -> np.ndarray:
+    """As ``group_rows``, by the keys themselves: two of them share a 64-bit hash."""
+    whole = keys.with_columns(pl.Series(_END, ends), pl.int_range(pl.len(), dtype=pl.Int64).alias("__i"))
+    return whole.select(pl.col("__i").first().over([*keys.columns, _END]))["__i"].to_numpy()
 
 
 def mix_low(hashes: np.ndarray, *parts: np.ndarray) -> np.ndarray:
@@ -301,3 +524,17 @@ def mix_low(hashes: np.ndarray, *parts: np.ndarray) -> np.ndarray:
             mixed ^= mixed >> np.uint64(29)
     high = np.uint64(0xFFFFFFFF00000000)
     return (hashes & high) | (mixed >> np.uint64(32))
+
+
+__all__ = [
+    "CLOCK",
+    "WINDOW_END",
+    "WINDOW_START",
+    "Duration",
+    "WindowAggregate",
+    "WindowSpec",
+    "WindowUpdates",
+    "hopping",
+    "microseconds",
+    "tumbling",
+]

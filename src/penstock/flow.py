@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import polars as pl
@@ -19,10 +20,16 @@ from penstock.connectors.base import Sink, Source
 from penstock.errors import FlowError, PenstockError
 from penstock.operators.aggregates import Aggregate, RunningAggregate
 from penstock.operators.base import KeyedOperator, Step
-from penstock.operators.custom import Custom, Operator
+from penstock.operators.batch import BatchOperator, build_operator
+from penstock.operators.custom import Operator
+from penstock.operators.event_time import CLOCK, Duration, Window
+from penstock.operators.joins import LifetimeJoin, Shape, Within, point, versions
+from penstock.operators.late import LateRows
+from penstock.operators.lookup import LookupStep, load_table
+from penstock.operators.mapreduce import Combiner, Mapper, MapStep, Reduce, check_functions, pair_schema
 from penstock.operators.steps import BatchStep, ExprStep, RowResult, RowStep
 from penstock.operators.topk import TopK
-from penstock.operators.windows import WINDOW_END, WINDOW_START, WindowAggregate, WindowSpec
+from penstock.operators.windows import WINDOW_END, WINDOW_START
 
 SchemaLike = Mapping[str, Any] | pl.Schema
 IntoExpr = pl.Expr | str
@@ -324,6 +331,26 @@ class Stream:
         finally:
             self.flow._prefix = before
 
+    def lookup(
+        self,
+        id: str,
+        table: pl.DataFrame | str | Path,
+        *,
+        on: str | Sequence[str],
+        how: str = "left",
+        suffix: str = "_right",
+    ) -> Stream:
+        """Add the columns of a static table, found by the columns ``on``: a DataFrame, or a parquet or CSV file.
+
+        The file is read now, and the table travels with the flow. ``how="inner"`` drops rows that find nothing. For a
+        table that changes in event time, use ``key_by(...).lookup(...)``.
+        """
+        columns = (on,) if isinstance(on, str) else tuple(on)
+        _check_columns(id, columns, self.schema)
+        step = LookupStep(id, load_table(id, table), columns, self.schema, how, suffix)
+        node = Node(id, (self.id,), step.schema, step=step)
+        return self.flow._add(node, identity=self.identity, windowed=self.windowed)
+
     def _expr(self, id: str, kind: str, exprs: Sequence[Any], named: Mapping[str, Any]) -> Stream:
         lazy = pl.LazyFrame(schema=self.schema)
         method = {"select": lazy.select, "with_columns": lazy.with_columns, "where": lazy.filter}[kind]
@@ -439,6 +466,30 @@ class Stream:
             operator=id,
         )
 
+    def map_reduce(
+        self,
+        id: str,
+        *,
+        map: Mapper,
+        reduce: Callable[..., None],
+        key: Any,
+        value: Any,
+        schema: SchemaLike,
+        combine: Combiner | None = None,
+    ) -> Stream:
+        """Streaming MapReduce: ``map(event, emit)`` calls ``emit(key, value)`` as often as it likes, and
+        ``reduce(key, value, <states>, emit)`` is called for each pair, with states annotated as in ``ps.Operator``.
+
+        ``key`` and ``value`` are their types; a mapping of names to types makes a key of several parts. ``combine(a,
+        b)`` may join two values of a key before they travel. Adds two steps: ``<id>.map`` and ``<id>``.
+        """
+        check_functions(id, map=map, reduce=reduce, combine=combine)
+        names, columns = pair_schema(id, key, value)
+        pairs, declared = _schema(id, columns), _schema(id, schema)
+        reducer = Reduce(id, names, reduce, pairs, declared)
+        mapper = MapStep(f"{id}.map", map, self.schema, names, pairs, combine)
+        return self._step(mapper.id, mapper, pairs).key_by(*names).stream._keyed(reducer)
+
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def sink(self, id: str, sink: Sink) -> Stream:
@@ -466,31 +517,128 @@ class KeyedStream:
         operator = RunningAggregate(id, self.key, aggregates, self.stream.schema)
         return self.stream._keyed(operator)
 
-    def window(self, spec: WindowSpec) -> WindowedStream:
-        """Cut each key's rows into event-time windows: ``ps.tumbling(...)`` or ``ps.hopping(...)``."""
+    def window(self, spec: Window) -> WindowedStream:
+        """Cut each key's rows into windows: ``ps.tumbling``, ``ps.hopping``, ``ps.session`` or ``ps.last_rows``."""
         where = f"window after '{self.stream.id}'"
-        if not isinstance(spec, WindowSpec):
-            raise FlowError(f"{where}: {spec!r} is not a window.", remedy="Use ps.tumbling(...) or ps.hopping(...).")
-        _check_columns(where, [spec.on], self.stream.schema)
-        dtype = self.stream.schema[spec.on]
-        if not isinstance(dtype, pl.Datetime | pl.Date):
+        if not isinstance(spec, Window):
             raise FlowError(
-                f"{where}: column '{spec.on}' has type {dtype}, not a time.",
-                remedy=f"Convert it, for example pl.from_epoch('{spec.on}', time_unit='s').",
+                f"{where}: {spec!r} is not a window.",
+                remedy="Use ps.tumbling(...), ps.hopping(...), ps.session(...) or ps.last_rows(...).",
+            )
+        taken = [k for k in self.key if k in (WINDOW_START, WINDOW_END)]
+        if taken:
+            raise FlowError(
+                f"{where}: the key column '{taken[0]}' has the name of a column that windows add.",
+                remedy="Rename it before key_by.",
+            )
+        if isinstance(spec.on, str):
+            _check_columns(where, [spec.on], self.stream.schema)
+            dtype = self.stream.schema[spec.on]
+            if not isinstance(dtype, pl.Datetime | pl.Date):
+                raise FlowError(
+                    f"{where}: column '{spec.on}' has type {dtype}, not a time.",
+                    remedy=f"Convert it, for example pl.from_epoch('{spec.on}', time_unit='s').",
+                )
+        elif spec.on is not None and spec.on is not CLOCK:
+            raise FlowError(
+                f"{where}: on={spec.on!r} is neither a column nor ps.CLOCK.", remedy="Name the column of event time."
             )
         return WindowedStream(self, spec)
 
-    def process(self, id: str, operator: Operator, *, schema: SchemaLike) -> Stream:
-        """A custom operator with state for each key; ``schema`` is what it emits."""
-        if isinstance(operator, type) and issubclass(operator, Operator):
-            operator = operator()
-        if not isinstance(operator, Operator):
+    def process(
+        self,
+        id: str,
+        operator: Operator | BatchOperator | type[Operator | BatchOperator],
+        *,
+        schema: SchemaLike,
+        on: str | None = None,
+        lateness: Duration = 0,
+        hold: Duration = 0,
+    ) -> Stream:
+        """A custom operator with state for each key, on events or on batches; ``schema`` is what it emits.
+
+        ``on`` names the column of event time, which timers, expiry and ``ps.Time`` need; ``lateness`` is how much later
+        than the newest event an older one may still come before the watermark passes it. ``hold``: how far behind the
+        watermark the times of emitted rows may lie, for windows that come after.
+        """
+        built = build_operator(
+            id, self.key, operator, self.stream.schema, _schema(id, schema), on=on, lateness=lateness, hold=hold
+        )
+        return self.stream._keyed(built)
+
+    def join(
+        self,
+        id: str,
+        right: KeyedStream,
+        *,
+        overlap: tuple[Shape, Shape] | None = None,
+        within: Within | None = None,
+        how: str = "inner",
+        lateness: Duration = 0,
+        suffix: str = "_right",
+    ) -> Stream:
+        """Rows of both sides with equal keys whose lifetimes overlap, each pair once.
+
+        ``overlap`` says how the rows of the left and the right side come by their lifetimes: ``ps.point(on)``,
+        ``ps.interval(start, end)``, ``ps.edge(on, ends)``, ``ps.versions(on)``; ``within=ps.within(...)`` joins points
+        that are close in time. ``how="left"`` also gives left rows that meet nothing, with nulls, once they can meet
+        nothing any more. ``lateness`` is how much later than the newest row of its own side an older one may still
+        come. Output: the left side's columns, then the right side's other than its key, with ``suffix`` where a name
+        is taken.
+        """
+        if isinstance(within, Within) and overlap is None:
+            overlap, within = (within.left, within.right), None
+        shapes = overlap if isinstance(overlap, tuple) and within is None else ()
+        if len(shapes) != 2 or not all(isinstance(s, Shape) for s in shapes):
             raise FlowError(
-                f"operator '{id}': {type(operator).__name__} is not a ps.Operator.",
-                remedy="Derive a class from ps.Operator and pass an instance of it.",
+                f"operator '{id}': it does not say how rows meet.",
+                remedy="Give either overlap=(shape of the left side, shape of the right side), each one of ps.point, "
+                "ps.interval, ps.edge, ps.versions; or within=ps.within(left, right, before=..., after=...).",
                 operator=id,
             )
-        return self.stream._keyed(Custom(id, self.key, operator, self.stream.schema, _schema(id, schema)))
+        return self._two(id, right, shapes, how, lateness, suffix)
+
+    def lookup(
+        self,
+        id: str,
+        table: KeyedStream,
+        *,
+        on: str,
+        version: str,
+        how: str = "left",
+        lateness: Duration = 0,
+        suffix: str = "_right",
+    ) -> Stream:
+        """For each event the row of a changing table, of the same key, that was valid at the event's time ``on``.
+
+        A row of the table is valid from its time ``version`` until the next of its key. An event waits until the
+        watermark of the table, too, has passed it.
+        """
+        return self._two(id, table, (point(on), versions(version)), how, lateness, suffix)
+
+    def _two(
+        self, id: str, right: KeyedStream, shapes: tuple[Shape, Shape], how: str, lateness: Duration, suffix: str
+    ) -> Stream:
+        if not isinstance(right, KeyedStream):
+            raise FlowError(
+                f"operator '{id}': the right side is a {type(right).__name__}, not a keyed stream.",
+                remedy="Write right.key_by(column). For a static table, use stream.lookup(id, table, on=...).",
+                operator=id,
+            )
+        left, other = self.stream, right.stream
+        if other.flow is not left.flow:
+            raise FlowError(f"operator '{id}': '{other.id}' belongs to another flow.", operator=id)
+        for stream, shape in ((left, shapes[0]), (other, shapes[1])):
+            if stream.identity is not None:
+                raise FlowError(
+                    f"operator '{id}': '{stream.id}' is a stream of updates, whose rows replace one another.",
+                    remedy="Join events or the results of windows: their rows stay.",
+                    operator=id,
+                )
+            _check_columns(id, shape.columns(), stream.schema)
+        sides = ((self.key, left.schema), (right.key, other.schema))
+        operator = LifetimeJoin(id, *sides, shapes, how=how, lateness=lateness, suffix=suffix)
+        return left.flow._add(Node(id, (left.id, other.id), operator.output, keyed=operator))
 
     def top_k(self, id: str, k: int, *, by: str, descending: bool = True) -> Stream:
         """The k greatest events of each key so far."""
@@ -520,14 +668,28 @@ class WindowedStream:
     """A keyed stream cut into windows."""
 
     keyed: KeyedStream
-    spec: WindowSpec
+    spec: Window
 
     def aggregate(self, id: str, **aggregates: Aggregate) -> Stream:
-        """Aggregates of each key and window, once, when the watermark has passed the window's end.
+        """Aggregates of each key and window, with ``window_start`` and ``window_end``.
 
-        Adds ``window_start`` and ``window_end``.
+        Each window comes once, when it is over; with ``emit="updates"`` whenever its result has changed.
         """
         self.keyed._check(id, aggregates, (*self.keyed.key, WINDOW_START, WINDOW_END))
         stream = self.keyed.stream
-        operator = WindowAggregate(id, self.keyed.key, self.spec, aggregates, stream.schema)
-        return stream._keyed(operator, windowed=True)
+        operator = self.spec.aggregate(id, self.keyed.key, aggregates, stream.schema)
+        return stream._keyed(operator, windowed=self.spec.shared)
+
+    def late(self, id: str) -> Stream:
+        """The rows that come too late for these windows, which ``aggregate`` drops: the input's rows as they are.
+
+        Every row must travel to find out: it costs an exchange of the whole input.
+        """
+        if not isinstance(self.spec.on, str):
+            raise FlowError(
+                f"operator '{id}': no row is late for {self.spec.describe()}.",
+                remedy="Only windows by a column of event time have late rows.",
+                operator=id,
+            )
+        stream = self.keyed.stream
+        return stream._keyed(LateRows(id, self.keyed.key, self.spec, self.spec.on, stream.schema))

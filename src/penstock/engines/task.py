@@ -31,6 +31,7 @@ from penstock.errors import BadRecordError, PenstockError
 from penstock.flow import Node
 from penstock.ids import StageId
 from penstock.operators.base import (
+    DUE,
     HASH,
     NEVER,
     ORDER,
@@ -272,6 +273,7 @@ class Worker:
             found = Container(spec.stage, spec.index, KeyedTable(layout, base_epoch=before), epoch=before)
             found.attempt = spec.attempt
             self.containers[key] = found
+        found.table.release(spec.checkpoint)
         gone, new = found.slices - owned, owned - found.slices
         if gone:
             found.table.drop_slices(gone, spec.slices)
@@ -353,7 +355,9 @@ class Worker:
         busy = (time.perf_counter() - began) * 1000
         frame = applied.frame
         report.by_operator[stage.root.id] = (report.rows_in, frame.height, busy)
-        return frame if ORDER in frame.columns else frame.with_columns(pl.lit(0, pl.UInt64).alias(ORDER))
+        if ORDER not in frame.columns:
+            frame = frame.with_columns(pl.lit(0, pl.UInt64).alias(ORDER))
+        return in_due_order(frame, stage.keyed.due) if stage.keyed.due is not None else frame
 
     # -- after the root ------------------------------------------------------------------------------------------
 
@@ -518,8 +522,15 @@ def split_by_owner(
 
 def _nothing(node: Node, frame: pl.DataFrame) -> pl.DataFrame:
     """No rows, with the hidden columns that rows would have: tasks must agree on columns, whatever they get."""
-    lost = (ORDER,) if isinstance(node.step, BatchStep) else ()
+    lost = (DUE, ORDER) if isinstance(node.step, BatchStep) else ()
     return pl.DataFrame(schema={**node.schema, **{c: frame.schema[c] for c in tags(frame) if c not in lost}})
+
+
+def in_due_order(frame: pl.DataFrame, column: str) -> pl.DataFrame:
+    due = frame[column].to_physical().cast(pl.Int64).alias(DUE)
+    frame = frame.with_columns(due)
+    # An operator gives its rows in order of key; those of a single window are in order as they are.
+    return frame if not frame.height or due.min() == due.max() else frame.sort(DUE, ORDER, maintain_order=True)
 
 
 def punctuated_rows(frame: pl.DataFrame, marks: Sequence[tuple[int, int]]) -> tuple[pl.DataFrame, int]:
@@ -538,7 +549,7 @@ def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     tagged = all(ORDER in f.columns for f in frames)
     names = [c for c in frames[0].columns if all(c in f.columns for f in frames)]
     whole = pl.concat([f.select(names) for f in frames])
-    return whole.sort(ORDER, maintain_order=True) if tagged else whole
+    return whole.sort([c for c in (DUE, ORDER) if c in names], maintain_order=True) if tagged else whole
 
 
 def task_error(error: PenstockError) -> TaskError:

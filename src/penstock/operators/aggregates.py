@@ -33,7 +33,6 @@ from penstock.operators.accumulators import Accumulator, Column, Columns, Kept, 
 from penstock.operators.aggregators import Aggregator, Defined
 from penstock.operators.base import (
     HASH,
-    ORDER,
     Applied,
     Arrival,
     KeyedOperator,
@@ -42,6 +41,7 @@ from penstock.operators.base import (
     canonical,
     in_order,
     one_zero,
+    order_of,
     unique_keys,
     visible,
 )
@@ -396,7 +396,7 @@ class Accumulators:
         if self._inputs:
             frame = frame.with_columns(self._inputs)
         if not self.associative:
-            order = [ORDER] if ORDER in frame.columns and ORDER not in by else []
+            order = [c for c in order_of(frame) if c not in by]
             ones = [pl.lit(1, pl.Int64).alias(count)] if count else []
             return frame.select(*by, *order, *(e for c in self.compiled for e in c.single()), *ones)
         lengths = [pl.len().cast(pl.Int64).alias(count)] if count else []

@@ -9,8 +9,10 @@ operators that follow it until the next exchange or sink. Engines know only the 
 
 Both must be pure functions of their arguments: an epoch that runs again gives the same rows. Frames carry hidden
 columns whose names begin with ``__``: ``__h``, the stable hash of the exchange key; ``__o``, the hash of the key
-that produced a row, by which an order-sensitive operator sees the same order whatever the parallelism; and ``__w``, on
-rows of a source that sends punctuation, the last punctuation before the row.
+that produced a row, by which an order-sensitive operator sees the same order whatever the parallelism; ``__t``, when a
+result was due (the end of its window), which comes before the hash, so that two windows give their rows in one order
+whether they close in one epoch or in two; and ``__w``, on rows of a source that sends punctuation, the last
+punctuation before the row.
 
 **Time.** An operator with ``timed`` has a watermark for each of its ports. The watermark *at a row* is what the rows
 before it, in the order of its own source, have promised: the last punctuation, or the greatest event time less the
@@ -33,6 +35,7 @@ from penstock.state.table import KeyedTable, TableSpec
 
 HASH = "__h"
 ORDER = "__o"
+DUE = "__t"
 PUNCTUATION = "__w"
 
 NEVER = -(2**63) + 1
@@ -45,9 +48,14 @@ def visible(columns: Sequence[str]) -> list[str]:
     return [c for c in columns if not c.startswith("__")]
 
 
+def order_of(frame: pl.DataFrame) -> list[str]:
+    """The hidden columns that say in which order the rows of a keyed stage are to be seen."""
+    return [c for c in (DUE, ORDER) if c in frame.columns]
+
+
 def tags(frame: pl.DataFrame) -> list[str]:
     """The hidden columns that a stateless step hands on."""
-    return [c for c in (ORDER, PUNCTUATION) if c in frame.columns]
+    return [c for c in (DUE, ORDER, PUNCTUATION) if c in frame.columns]
 
 
 Dead = tuple[str, str, str, str]
@@ -138,6 +146,8 @@ class KeyedOperator(ABC):
     lateness_us: int = 0
     hold_us: int = 0
     """How far behind the watermark an output row's own time may lie."""
+    due: str | None = None
+    """The output column that says when the watermark let a row go, if there is one: rows go on in that order."""
 
     @abstractmethod
     def table(self) -> TableSpec | None:
@@ -167,8 +177,9 @@ class HasSchema(Protocol):
 def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
     """All rows of an epoch in an order that does not depend on the parallelism.
 
-    From a source: by task, then position, which is source order. From a keyed stage: by the hash of the key that made
-    the row, then position; where a user's batch function lost track of that, by the rows' whole content.
+    From a source: by task, then position, which is source order. From a keyed stage: by the time a result was due, if
+    it has one, then the hash of the key that made the row, then position; where a user's batch function lost track of
+    that, by the rows' whole content.
     """
     frames: list[pl.DataFrame] = []
     keyed: dict[str, list[pl.DataFrame]] = {}
@@ -179,9 +190,9 @@ def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
             keyed.setdefault(a.origin, []).append(a.frame)
     for origin in keyed.values():
         whole = pl.concat(origin) if len(origin) > 1 else origin[0]
-        by = [ORDER] if ORDER in whole.columns else [c for c in whole.columns if c != HASH]
-        whole = whole.sort(by, maintain_order=True, nulls_last=True)
-        frames.append(whole.drop(ORDER) if ORDER in whole.columns else whole)
+        by = order_of(whole)
+        whole = whole.sort(by or [c for c in whole.columns if c != HASH], maintain_order=True, nulls_last=True)
+        frames.append(whole.drop(DUE, ORDER, strict=False))
     return pl.concat(frames) if len(frames) != 1 else frames[0]
 
 
@@ -211,7 +222,8 @@ def unique_keys(hashes: np.ndarray, keys: pl.DataFrame) -> tuple[np.ndarray, np.
     numbers: dict[Any, int] = {}
     firsts: list[int] = []
     out = np.empty(len(hashes), dtype=np.int64)
-    for i, row in enumerate(keys.iter_rows()):
+    for i, values in enumerate(keys.iter_rows()):
+        row = tuple("\0nan" if value != value else value for value in values)  # all NaN are one key
         if row not in numbers:
             numbers[row] = len(firsts)
             firsts.append(i)

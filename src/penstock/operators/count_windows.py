@@ -29,6 +29,7 @@ from penstock.operators.base import (
     Prepared,
     Tick,
     in_order,
+    order_of,
     unique_keys,
 )
 from penstock.operators.event_time import Window
@@ -116,8 +117,7 @@ class CountWindowAggregate(KeyedOperator):
         return TableSpec(self.table_key, {**self.accumulators.values, "__n": numeric(np.int64, 0)})
 
     def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
-        order = [ORDER] if ORDER in frame.columns else []
-        return Prepared(frame.select(*dict.fromkeys((*self.key, *self.columns, *order))))
+        return Prepared(frame.select(*dict.fromkeys((*self.key, *self.columns, *order_of(frame)))))
 
     def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied:
         assert table is not None

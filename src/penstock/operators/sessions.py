@@ -43,6 +43,7 @@ from penstock.operators.base import (
     Prepared,
     Tick,
     in_order,
+    order_of,
     row_watermarks,
     unique_keys,
 )
@@ -127,6 +128,7 @@ class SessionAggregate(KeyedOperator):
         self.output = pl.Schema({**self.key_schema, **times, **self.accumulators.output})
         self.columns = read_columns(self.accumulators, schema)
         self.identity = self.key if window.emit == "updates" else None
+        self.due = None if window.emit == "updates" else WINDOW_END
         self.table_key = pl.Schema({**self.key_schema, _SLOT: pl.Int64()})
 
     def table(self) -> TableSpec:
@@ -148,8 +150,7 @@ class SessionAggregate(KeyedOperator):
                 late = int(np.count_nonzero(~keep))
                 frame, ts, marks = frame.filter(keep), ts[keep], marks[keep]
         hidden = pl.Series(_TIME, ts, dtype=pl.Int64), pl.Series(WATERMARK, marks, dtype=pl.Int64)
-        order = [ORDER] if ORDER in frame.columns else []
-        needed = dict.fromkeys((*self.key, *self.columns, *order))
+        needed = dict.fromkeys((*self.key, *self.columns, *order_of(frame)))
         return Prepared(frame.select(*needed).with_columns(*hidden), time_max, late, dead)
 
     # -- in the container ------------------------------------------------------------------------------------------

@@ -322,6 +322,8 @@ class _Windows(KeyedOperator):
 class WindowAggregate(_Windows):
     """``emit="final"``: each window once, when the watermark has passed its end."""
 
+    due = WINDOW_END
+
     def __init__(
         self, id: str, key: Sequence[str], window: WindowSpec, aggregates: Mapping[str, Aggregate], schema: pl.Schema
     ) -> None:

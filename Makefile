@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-setup
 NAME ?= words
 ARGS ?=
+SEEDS ?= 1000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup java demo test bench lint sim clean
@@ -41,10 +42,11 @@ lint: setup ## ruff, mypy and the import contracts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/mypy --strict examples/*.py
 	@$(BIN)/lint-imports --no-cache
 
-sim: ## the simulator
-	@echo "The simulator is not there yet."
+sim: setup ## the simulator: make sim SEEDS=10000 ARGS="--from 5000"
+	@$(BIN)/penstock simulate --seeds $(SEEDS) $(ARGS)
 
 clean: ## removes the environment and everything that was built or cached
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache spark-warehouse

@@ -23,6 +23,8 @@ from penstock.engines.job import start
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+BEGINNINGS = {"word_count", "top_words", "gaps", "dead_letters"}
+"""Of a dozen lines; the others have hundreds."""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -45,21 +47,22 @@ def environment() -> dict[str, str]:
 
 
 def test_there_are_examples_and_each_has_its_output() -> None:
-    assert len(EXAMPLES) >= 4
+    assert len(EXAMPLES) >= 12
     assert [path.name for path in EXAMPLES if not path.with_suffix(".expected").is_file()] == []
 
 
-@pytest.mark.parametrize("epoch_rows", [None, 3], ids=["whole", "in small epochs"])
+@pytest.mark.parametrize("small", [False, True], ids=["whole", "in small epochs"])
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_local(
     path: Path,
-    epoch_rows: int | None,
+    small: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     module = load(path, monkeypatch)
+    epoch_rows = (3 if path.stem in BEGINNINGS else 20) if small else None
     start(module.flow, engine="local", config=Config(checkpoint="state", epoch_rows=epoch_rows, instances=2)).wait()
     module.show()
     assert capsys.readouterr().out == path.with_suffix(".expected").read_text()
@@ -80,9 +83,10 @@ def test_an_example_run_twice_resumes_and_says_the_same(
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_spark_as_a_script(tmp_path: Path) -> None:
-    """Half a minute for what a newcomer does first: ``python examples/top_words.py``."""
-    path = ROOT / "examples" / "top_words.py"
+@pytest.mark.parametrize("name", ["top_words", "sentiment_change", "card_fraud"])
+def test_spark_as_a_script(name: str, tmp_path: Path) -> None:
+    """Half a minute each for what a newcomer does first: ``python examples/top_words.py``; then joins; then timers."""
+    path = ROOT / "examples" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, str(path)],
         cwd=tmp_path,
@@ -130,7 +134,7 @@ def blocks(document: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, found.start(1)) + 1, found.group(1)) for found in BLOCK.finditer(text)]
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md", "docs/model.md"])
 def test_every_block_of_a_document_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a document run one after another, as a reader would: later ones use what earlier ones made.
 

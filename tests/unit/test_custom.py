@@ -18,9 +18,9 @@ import penstock as ps
 from penstock import testing
 from penstock.errors import FlowError, UserCodeError
 from penstock.operators.base import FOREVER, HASH, ORDER, Applied, Arrival, Tick
-from penstock.operators.batch import Batch, Batched, assert_cut_independent
+from penstock.operators.batch import Batch, Batched
 from penstock.operators.custom import Custom, Outlet, event_type, group_by_key
-from penstock.operators.statelib import number_fields
+from penstock.operators.statelayout import number_fields
 from penstock.state.hashing import hash_columns
 from penstock.state.table import KeyedTable
 
@@ -325,6 +325,16 @@ def test_numbers_that_do_not_fit_are_refused(made: Any, says: str) -> None:
     assert says in error.value.message
 
 
+@pytest.mark.parametrize("value", ["text", True, np.int64(1), 1.0])
+def test_a_value_of_another_type_is_refused_at_once_not_after_a_restore(value: Any) -> None:
+    class Other(ps.Operator):
+        def on_event(self, key: str, event: Any, seen: ps.Value[int], emit: Any) -> None:
+            seen.set(value)
+
+    with pytest.raises(UserCodeError, match="state 'seen' is declared as int and was set to a"):
+        testing.collect(flow_of(Other))
+
+
 def test_a_field_that_a_checkpoint_does_not_have_gets_its_default() -> None:
     custom = Custom("op", ["k"], Holder(Numbers(7, 2.0)), FRAME.schema, pl.Schema({"k": pl.String()}))
     layout = custom.table()
@@ -539,15 +549,14 @@ def test_rows_of_a_batch_come_in_order_of_their_keys() -> None:
     assert out[ORDER].is_sorted() and out[ORDER].to_list() == hash_columns(out, ["k"]).tolist()
 
 
-def test_assert_cut_independent_finds_an_operator_that_forgets_its_state() -> None:
+def test_an_operator_that_forgets_its_state_is_found_out_by_cutting() -> None:
     def gaps(batch: ps.Batch, state: ps.State) -> pl.DataFrame:
         return batch.frame.select("k", n=batch["n"] - batch.previous(batch["n"], 0))
 
     frame = pl.DataFrame({"k": ["a"] * 10, "n": range(10)})
-    schema = {"k": pl.String(), "n": pl.Int64()}
-    with pytest.raises(AssertionError, match="when its input is cut at rows"):
-        assert_cut_independent(Gives(gaps), frame, "k", schema)
-    assert_cut_independent(Sums(), frame, "k", schema, last_only=True)
+    with pytest.raises(AssertionError, match="sink 'out' differs"):
+        testing.assert_any_cut(flow_of(Gives(gaps), frame, {"k": str, "n": int}))
+    testing.assert_any_cut(flow_of(Sums(), frame, {"k": str, "n": int}), latest_by={"out": ["k"]})
 
 
 # -- map and reduce ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ operators that follow it until the next exchange or sink. Engines know only the 
 
 Both must be pure functions of their arguments: an epoch that runs again gives the same rows. Frames carry hidden
 columns whose names begin with ``__``: ``__h``, the stable hash of the exchange key; ``__o``, the hash of the key
-that produced a row, by which an order-sensitive operator sees the same order whatever the parallelism; ``__t``, when a
+that produced a row, by which an order-sensitive operator sees the same order whatever the parallelism; ``__due``, when a
 result was due (the end of its window), which comes before the hash, so that two windows give their rows in one order
 whether they close in one epoch or in two; and ``__w``, on rows of a source that sends punctuation, the last
 punctuation before the row.
@@ -35,7 +35,7 @@ from penstock.state.table import KeyedTable, TableSpec
 
 HASH = "__h"
 ORDER = "__o"
-DUE = "__t"
+DUE = "__due"
 PUNCTUATION = "__w"
 
 NEVER = -(2**63) + 1

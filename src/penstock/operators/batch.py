@@ -20,7 +20,8 @@ source order, and a key's state is one place in arrays. Millions of rows a secon
 Two things make it easy. ``previous`` reaches back into the state for the first row of each key; and ``scan`` steps
 through the rows of every key one by one, in order, so that what it computes is what a loop over events would, to the
 last bit. Sums of floats are another place to look: ``np.add.at(state.total, batch.key_index, batch["x"])`` adds one by
-one to what is there; adding a batch's own sum would not. ``assert_cut_independent`` tries many cuts and compares.
+one to what is there; adding a batch's own sum would not. ``testing.assert_any_cut``
+tries many cuts and compares.
 
 Rows that are given back carry the key columns: by their hash they are brought into an order that does not depend on how
 many containers there are.
@@ -28,7 +29,6 @@ many containers there are.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,7 +50,7 @@ from penstock.operators.base import (
 )
 from penstock.operators.custom import build_custom, group_by_key
 from penstock.operators.event_time import Duration
-from penstock.operators.statelib import MsgspecCodec, type_name
+from penstock.operators.statelayout import MsgspecCodec, type_name
 from penstock.operators.steps import user_code_error
 from penstock.state.hashing import hash_columns
 from penstock.state.table import KeyedTable, TableSpec, ValueType, numeric, objects
@@ -410,54 +410,12 @@ def build_operator(
     return Batched(id, key, operator, schema, output)
 
 
-def assert_cut_independent(
-    operator: BatchOperator,
-    frame: pl.DataFrame,
-    key: str | Sequence[str],
-    schema: Mapping[str, Any],
-    *,
-    cuts: int = 20,
-    seed: int = 0,
-    last_only: bool = False,
-) -> None:
-    """Run an operator over all rows at once and cut at random places: AssertionError unless every key gives the same
-    rows in the same order (with ``last_only``, the same last row: for an operator whose rows replace one another).
-    """
-    names = (key,) if isinstance(key, str) else tuple(key)
-    built = Batched("operator", names, operator, frame.schema, pl.Schema(schema))
-    whole = _by_key(built, frame, [frame.height], last_only)
-    chance = random.Random(seed)
-    for _ in range(cuts):
-        inner = chance.sample(range(1, frame.height), chance.randint(1, min(8, frame.height - 1)))
-        ends = [*sorted(inner), frame.height]
-        found = _by_key(built, frame, ends, last_only)
-        for k in {**whole, **found}:
-            assert found.get(k) == whole.get(k), (
-                f"key {k!r} gives {found.get(k)} when its input is cut at rows {ends[:-1]}, else {whole.get(k)}"
-            )
-
-
-def _by_key(built: Batched, frame: pl.DataFrame, ends: Sequence[int], last_only: bool) -> dict[Any, list[str]]:
-    layout = built.table()
-    table = KeyedTable(layout) if layout else None
-    frame = frame.with_columns(pl.Series(HASH, hash_columns(frame, built.key), dtype=pl.UInt64))
-    rows: dict[Any, list[str]] = {}
-    for epoch, (begin, end) in enumerate(zip([0, *ends], ends, strict=False), 1):
-        out = built.apply(table, [Arrival(frame[begin:end], "rows", 0, True)], Tick(epoch)).frame
-        if table is not None:
-            table.seal(epoch)
-        for row in out.drop(ORDER).iter_rows(named=True):
-            rows.setdefault(repr([row[k] for k in built.key]), []).append(repr(row))
-    return {k: v[-1:] if last_only else v for k, v in rows.items()}
-
-
 __all__ = [
     "Batch",
     "BatchOperator",
     "Batched",
     "Column",
     "State",
-    "assert_cut_independent",
     "build_operator",
     "column",
 ]

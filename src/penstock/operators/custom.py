@@ -59,18 +59,8 @@ from penstock.operators.base import (
     unique_keys,
 )
 from penstock.operators.event_time import Duration, microseconds, timed_rows
-from penstock.operators.statelib import (
-    Cell,
-    Layout,
-    MsgspecCodec,
-    StateError,
-    StateSpec,
-    Time,
-    Timers,
-    declared,
-    from_us,
-    is_state,
-)
+from penstock.operators.statelayout import Layout, MsgspecCodec, StateError, StateSpec, declared, is_state
+from penstock.operators.statelib import Cell, Time, Timers, from_us
 from penstock.operators.steps import show, user_code_error
 from penstock.state.table import KeyedTable, TableSpec, ValueType, numeric, objects
 

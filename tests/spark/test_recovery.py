@@ -148,5 +148,5 @@ def test_an_executor_is_killed_in_mid_run(tmp_path: Path) -> None:
     alive = {node for node, _ in found["after"].values()}
     stayed = {c: home for c, home in found["before"].items() if home[0] in alive}
     assert len(stayed) == 2, "half of the four containers were on the executor that was not killed"
-    # Its process may be another: when a job fails, Spark kills the tasks of it that still run, and their workers go too.
+    # Its process may be another: when a job fails, Spark kills those of its tasks that run, and their workers too.
     assert {c: found["after"][c][0] for c in stayed} == {c: node for c, (node, _) in stayed.items()}

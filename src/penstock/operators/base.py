@@ -8,11 +8,14 @@ operators that follow it until the next exchange or sink. Engines know only the 
   panes, aggregate partially); ``apply`` runs in the container that owns the keys, on the table that holds its state.
 
 Both must be pure functions of their arguments: an epoch that runs again gives the same rows. Frames carry hidden
-columns whose names begin with ``__``: ``__h``, the stable hash of the exchange key; ``__o``, the hash of the key
-that produced a row, by which an order-sensitive operator sees the same order whatever the parallelism; ``__due``, when a
-result was due (the end of its window), which comes before the hash, so that two windows give their rows in one order
-whether they close in one epoch or in two; and ``__w``, on rows of a source that sends punctuation, the last
-punctuation before the row.
+columns whose names begin with ``__``:
+
+* ``__h``: the stable hash of the exchange key;
+* ``__o``: the hash of the key that produced a row, by which an order-sensitive operator sees the same order whatever
+  the parallelism;
+* ``__due``: when a result was due (the end of its window). It comes before the hash, so that two windows give their
+  rows in one order whether they close in one epoch or in two;
+* ``__w``: on rows of a source that sends punctuation, the last punctuation before the row.
 
 **Time.** An operator with ``timed`` has a watermark for each of its ports. The watermark *at a row* is what the rows
 before it, in the order of its own source, have promised: the last punctuation, or the greatest event time less the

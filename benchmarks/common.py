@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime as dt
 import importlib
 import json
 import math
@@ -53,6 +54,12 @@ ZIPF = 1.0
 ROW_GROUPS = 4
 """Of an input file: both engines can cut it in two."""
 CONTENDER_S_MAX = 900.0
+STATE_STORE = "spark.sql.streaming.stateStore"
+ROCKSDB = {
+    f"{STATE_STORE}.providerClass": "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider",
+    f"{STATE_STORE}.rocksdb.changelogCheckpointing.enabled": "true",
+}
+"""Structured Streaming's other state store, with the checkpoints that cost it least."""
 
 _SAMPLE_S = 0.2
 _SAMPLES_PER_PSS = 5
@@ -347,6 +354,102 @@ def _kill_tree(pid: int) -> None:
             process.kill()
 
 
+# --- the two engines ------------------------------------------------------------------------------------------------
+
+
+def run_penstock(flow: Any, args: Mapping[str, Any], *, warm: int | None = None) -> Figures:
+    """Run a flow to its end, ``batches`` epochs of ``batch_words`` rows, and give its figures.
+
+    ``args``: work, batch_words, batches, and ``settings`` that differ from those all benchmarks use.
+    """
+    import penstock as ps
+
+    work = Path(args["work"])
+    job = ps.run(
+        flow,
+        master=MASTER,
+        epoch_rows=args["batch_words"],
+        checkpoint=str(work / "checkpoint"),
+        spark={"spark.driver.memory": DRIVER_MEMORY, "spark.local.dir": str(work / "spark")},
+        **{"checkpoint_interval_s": 2.0, **args.get("settings", {})},
+    )
+    job.wait()
+    status = job.status()
+    history = [entry for entry in status.history if entry["rows"]]
+    assert len(history) == args["batches"], f"{len(history)} epochs of {args['batches']}"
+    figures = batch_figures(
+        [entry["at_s"] for entry in history],
+        [entry["ms"] for entry in history],
+        [entry["rows"] for entry in history],
+        warm_up(len(history)) if warm is None else warm,
+    )
+    checkpoints = {"checkpoints": status.checkpoints, "checkpoint_mb": round(status.checkpoint_bytes / 1e6, 1)}
+    # At the end a flow with windows has closed and forgotten them all: what it held is in its history.
+    return {**figures, "state_rows": history[-1].get("state_rows", status.state_rows), **checkpoints}
+
+
+def checkpoint_state(checkpoint: Path, operator: str, key: Sequence[str]) -> pl.DataFrame:
+    """The state of an operator in the newest checkpoint, put together from its files as a recovery would."""
+    from penstock.state.checkpoint import Manifest, merge_frames
+    from penstock.state.codec import decode, select_slices
+    from penstock.state.table import DELETED, HASH
+
+    newest = max((checkpoint / "manifests").iterdir())
+    frames = []
+    for file in Manifest.from_bytes(newest.read_bytes(), str(newest)).files[operator]:
+        meta, frame = decode((checkpoint / file.name).read_bytes(), file.name)
+        frames.append(select_slices(meta, frame, file.slices))
+    return merge_frames(frames, list(key), drop_deleted=True).drop(HASH, DELETED)
+
+
+def structured_session(name: str, args: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
+    """A session for Structured Streaming, set up as a user who knows it would, with the same memory as ours."""
+    from pyspark.sql import SparkSession
+
+    conf = {
+        "spark.driver.memory": DRIVER_MEMORY,
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.local.dir": str(Path(args["work"]) / "spark"),
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "ERROR",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.shuffle.partitions": "2",
+        # Spark adds 4 MB to the size of every file before it cuts: with that, one core would read a batch alone.
+        "spark.sql.files.openCostInBytes": "65536",
+        # Streaming queries with state switch it off themselves, with a warning.
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.streaming.numRecentProgressUpdates": str(args["batches"] + 10),
+        **settings,
+    }
+    builder: Any = SparkSession.builder
+    builder = builder.master(MASTER).appName(name)
+    for key, value in conf.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def run_structured(writer: Any, args: Mapping[str, Any], *, warm: int | None = None) -> Figures:
+    """Run a query to the end of its input, checkpoints on, and give its figures."""
+    checkpoint = str(Path(args["work"]) / "checkpoint")
+    query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    query.awaitTermination()
+    progress = [p for p in query.recentProgress if p["numInputRows"]]
+    return structured_figures(progress, args["batches"], warm=warm)
+
+
+def structured_figures(progress: Sequence[Any], batches: int, *, warm: int | None = None) -> Figures:
+    """The same figures from Structured Streaming's own record of each batch."""
+    assert len(progress) == batches, f"{len(progress)} batches of {batches}"
+    times = [float(p["durationMs"]["triggerExecution"]) for p in progress]
+    begins = [dt.datetime.fromisoformat(p["timestamp"]).timestamp() for p in progress]
+    ends = [begin + ms / 1000 for begin, ms in zip(begins, times, strict=True)]
+    rows = [int(p["numInputRows"]) for p in progress]
+    figures = batch_figures(ends, times, rows, warm_up(batches) if warm is None else warm)
+    return {**figures, "state_rows": progress[-1]["stateOperators"][0]["numRowsTotal"]}
+
+
 # --- input --------------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +473,13 @@ def numbered_words(first: int, rows: int, rng: np.random.Generator) -> pl.DataFr
     return pl.DataFrame({"word": zipf_words(rows, rng), "i": np.arange(first, first + rows, dtype=np.int64)})
 
 
+def write_batch(frame: pl.DataFrame, folder: Path, number: int) -> None:
+    """One file, one batch."""
+    frame.write_parquet(
+        folder / f"{number:05d}.parquet", compression="snappy", row_group_size=-(-frame.height // ROW_GROUPS)
+    )
+
+
 def write_words(folder: Path, files: int, rows_each: int, *, seed: int = 1) -> pl.DataFrame:
     """Parquet files of words, each one batch. Gives the true final counts: word, n."""
     folder.mkdir(parents=True)
@@ -378,9 +488,7 @@ def write_words(folder: Path, files: int, rows_each: int, *, seed: int = 1) -> p
     for number in range(files):
         words = zipf_words(rows_each, np.random.default_rng([seed, number]))
         frame = pl.DataFrame({"word": words})
-        frame.write_parquet(
-            folder / f"{number:05d}.parquet", compression="snappy", row_group_size=-(-rows_each // ROW_GROUPS)
-        )
+        write_batch(frame, folder, number)
         counts.append(frame.group_by("word").agg(n=pl.len().cast(pl.Int64)))
     return pl.concat(counts).group_by("word").agg(pl.col("n").sum()).sort("word")
 

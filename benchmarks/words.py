@@ -8,7 +8,6 @@ every batch; Penstock every two seconds, in the background, and repeats the epoc
 
 from __future__ import annotations
 
-import datetime as dt
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ SUMMARY = "Running word count: words a second, batch time and memory, against St
 
 MODULE = "benchmarks.words"
 PEERS = {"default_store": "structured_default", "rocksdb": "structured_rocksdb"}
-ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 OPERATOR = "counts"
 
 
@@ -91,48 +89,19 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
     """Also run by other benchmarks, with other ``settings``."""
     import penstock as ps
 
-    work = Path(args["work"])
     flow = ps.Flow("words")
     source = flow.source("lines", ps.files(f"{args['input']}/*.parquet"))
     source.key_by("word").aggregate(OPERATOR, n=ps.count()).sink("out", ps.discard())
-    settings = {"checkpoint_interval_s": 2.0, **args.get("settings", {})}
-    job = ps.run(
-        flow,
-        master=common.MASTER,
-        epoch_rows=args["batch_words"],
-        checkpoint=str(work / "checkpoint"),
-        spark={"spark.driver.memory": common.DRIVER_MEMORY, "spark.local.dir": str(work / "spark")},
-        **settings,
-    )
-    job.wait()
-    status = job.status()
-    history = [entry for entry in status.history if entry["rows"]]
-    assert len(history) == args["batches"], f"{len(history)} epochs of {args['batches']}"
-    figures = common.batch_figures(
-        [entry["at_s"] for entry in history],
-        [entry["ms"] for entry in history],
-        [entry["rows"] for entry in history],
-        common.warm_up(len(history)),
-    )
-    checkpoints = {"checkpoints": status.checkpoints, "checkpoint_mb": round(status.checkpoint_bytes / 1e6, 1)}
-    yield {**figures, "state_rows": status.state_rows, **checkpoints}
+    yield common.run_penstock(flow, args)
+    work = Path(args["work"])
     _save(final_counts(work / "checkpoint"), work)
 
 
 def final_counts(checkpoint: Path) -> pl.DataFrame:
-    """Word and n in the newest checkpoint, put together from its files as a recovery would."""
-    from penstock.state.checkpoint import Manifest, merge_frames
-    from penstock.state.codec import decode, select_slices
-    from penstock.state.table import DELETED, HASH
-
-    newest = max((checkpoint / "manifests").iterdir())
-    frames = []
-    for file in Manifest.from_bytes(newest.read_bytes(), str(newest)).files[OPERATOR]:
-        meta, frame = decode((checkpoint / file.name).read_bytes(), file.name)
-        frames.append(select_slices(meta, frame, file.slices))
-    merged = merge_frames(frames, ["word"], drop_deleted=True).drop(HASH, DELETED)
-    (value,) = set(merged.columns) - {"word"}
-    return merged.select("word", n=pl.col(value).cast(pl.Int64))
+    """Word and n in the newest checkpoint."""
+    state = common.checkpoint_state(checkpoint, OPERATOR, ["word"])
+    (value,) = set(state.columns) - {"word"}
+    return state.select("word", n=pl.col(value).cast(pl.Int64))
 
 
 def structured_default(args: dict[str, Any]) -> Iterator[Figures]:
@@ -140,58 +109,17 @@ def structured_default(args: dict[str, Any]) -> Iterator[Figures]:
 
 
 def structured_rocksdb(args: dict[str, Any]) -> Iterator[Figures]:
-    prefix = "spark.sql.streaming.stateStore"
-    return _structured(
-        args, {f"{prefix}.providerClass": ROCKSDB, f"{prefix}.rocksdb.changelogCheckpointing.enabled": "true"}
-    )
+    return _structured(args, common.ROCKSDB)
 
 
 def _structured(args: dict[str, Any], settings: dict[str, str]) -> Iterator[Figures]:
-    from pyspark.sql import SparkSession
-
     work = Path(args["work"])
-    conf = {
-        "spark.driver.memory": common.DRIVER_MEMORY,
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.local.dir": str(work / "spark"),
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.log.level": "ERROR",
-        "spark.sql.shuffle.partitions": "2",
-        # Spark adds 4 MB to the size of every file before it cuts: with that, one core would read a batch alone.
-        "spark.sql.files.openCostInBytes": "65536",
-        # Streaming queries with state switch it off themselves, with a warning.
-        "spark.sql.adaptive.enabled": "false",
-        "spark.sql.streaming.numRecentProgressUpdates": str(args["batches"] + 10),
-        **settings,
-    }
-    builder: Any = SparkSession.builder
-    builder = builder.master(common.MASTER).appName("words")
-    for key, value in conf.items():
-        builder = builder.config(key, value)
-    spark: Any = builder.getOrCreate()
-    checkpoint = str(work / "checkpoint")
+    spark = common.structured_session("words", args, settings)
     lines = spark.readStream.schema("word string").option("maxFilesPerTrigger", 1).parquet(args["input"])
-    counts = lines.groupBy("word").count()
-    writer = counts.writeStream.format("noop").outputMode("update").option("checkpointLocation", checkpoint)
-    query = writer.trigger(availableNow=True).start()
-    query.awaitTermination()
-    yield structured_figures([p for p in query.recentProgress if p["numInputRows"]], args["batches"])
-    state = spark.read.format("statestore").load(checkpoint)
+    yield common.run_structured(lines.groupBy("word").count().writeStream.format("noop").outputMode("update"), args)
+    state = spark.read.format("statestore").load(str(work / "checkpoint"))
     state.selectExpr("key.word as word", "value.count as n").write.parquet(str(work / "counts"))
     spark.stop()
-
-
-def structured_figures(progress: list[Any], batches: int) -> Figures:
-    """The same figures from Structured Streaming's own record of each batch."""
-    assert len(progress) == batches, f"{len(progress)} batches of {batches}"
-    times = [float(p["durationMs"]["triggerExecution"]) for p in progress]
-    begins = [dt.datetime.fromisoformat(p["timestamp"]).timestamp() for p in progress]
-    ends = [begin + ms / 1000 for begin, ms in zip(begins, times, strict=True)]
-    rows = [int(p["numInputRows"]) for p in progress]
-    figures = common.batch_figures(ends, times, rows, common.warm_up(batches))
-    return {**figures, "state_rows": progress[-1]["stateOperators"][0]["numRowsTotal"]}
 
 
 def polars_bare(args: dict[str, Any]) -> Iterator[Figures]:

@@ -133,6 +133,40 @@ def explain(
             print(f"drawn into {svg}")
 
 
+@app.command()
+def simulate(
+    seeds: int = typer.Option(1000, min=1, help="How many seeds."),
+    seed: int | None = typer.Option(None, min=0, help="Just this one: it replays exactly."),
+    first: int = typer.Option(0, "--from", min=0, metavar="SEED", help="The first of them."),
+    jobs: int = typer.Option(1, min=1, help="How many processes share them."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show whole stories, and tracebacks of errors."),
+) -> None:
+    """Run jobs in virtual time under faults drawn from seeds, and check that none of it shows in the results."""
+    with _manners(verbose):
+        os.environ.setdefault("POLARS_MAX_THREADS", "1")  # frames of a few rows: a second thread only costs
+        from penstock.engines.sim.simulate import Campaign, show_campaign
+
+        with _standard_output(as_json) as write:
+            campaign = Campaign()
+            interrupted = False
+            if seed is not None:
+                told = [o for o in campaign.run([seed], keep_stories=verbose) if o.story]
+            else:
+                interrupted = show_campaign(campaign, range(first, first + seeds), Console(stderr=True), jobs)
+                told = campaign.violations[:3]
+            if write is not None:
+                write(json.dumps(campaign.to_json()))
+        if not as_json:
+            for outcome in told:
+                print("\n".join(outcome.lines(whole=verbose)))
+            print(campaign.summary())
+        if interrupted:
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if campaign.violations:
+            raise typer.Exit(EXIT_FAILED)
+
+
 def resume_hint(argv: Sequence[str], checkpoint: str | None) -> str:
     if checkpoint is None:
         return "There was no checkpoint directory, so the next run begins anew; with --checkpoint DIR it would resume."

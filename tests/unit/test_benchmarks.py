@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import importlib
 import json
 import os
 import textwrap
@@ -15,7 +17,8 @@ import polars as pl
 import psutil
 import pytest
 
-from benchmarks import checkpoint, common, latency, slices, soak, words
+import penstock as ps
+from benchmarks import checkpoint, common, custom_state, latency, similarity, soak, windows
 from penstock.cli import list_benchmarks
 from penstock.errors import EngineError
 
@@ -124,10 +127,10 @@ def test_structured_streaming_is_read_by_its_own_record() -> None:
         }
         for n in range(4)
     ]
-    found = words.structured_figures(progress, 4)
+    found = common.structured_figures(progress, 4)
     assert found == {"rows_s": 1000, "batch_ms_p50": 800.0, "batch_ms_p99": 800.0, "state_rows": 30}
     with pytest.raises(AssertionError, match="3 batches of 4"):
-        words.structured_figures(progress[:3], 4)
+        common.structured_figures(progress[:3], 4)
 
 
 # --- contenders ---------------------------------------------------------------------------------------------------
@@ -267,6 +270,20 @@ EXPECTED_RATIOS = {
         *(f"bytes_per_touched_key_{share}pct" for share in (1, 5, 20, 100)),
     },
     "latency": {"p50_ms", "p99_ms", "max_ms"},
+    "windows": {f"{kind}vs_{peer}" for kind in ("", "latency_", "memory_") for peer in ("default_store", "rocksdb")},
+    "custom-state": {
+        f"{ours}_{kind}vs_spark{size}"
+        for ours in ("per_event", "batch")
+        for kind in ("", "memory_")
+        for size in ("", "_100k")
+    },
+    "similarity": {
+        "linear_r2",
+        "us_per_event_and_1x",
+        *(f"us_per_event_{factor}x" for factor in (1, 2, 4, 8)),
+        "scale_independent_10x",
+        "top_words_10x",
+    },
     "soak": {*soak.SLOPES, "epoch_ms_per_1000"},
 }
 
@@ -283,6 +300,14 @@ def _stand_in(module: str, contender: str, args: dict[str, Any], work: Path, **_
     if contender == "penstock_half":
         assert args["rows_s"] == 500
         return {"rows_s": 500, "p50_ms": 1.0, "p99_ms": 2.0, "max_ms": 3.0, "history": history, **memory}
+    if contender == "tweets":
+        return {
+            "rows_s": 100_000 // args["window"],
+            "batch_ms_p50": 2.0,
+            "batch_ms_p99": 3.0,
+            "state_rows": 3,
+            **memory,
+        }
     if module == "benchmarks.soak":
         samples = [
             {"epoch": n, "at_s": n / 10, "state_rows": 1, "epoch_ms": 1.0, **dict.fromkeys(soak.SLOPES.values(), n)}
@@ -304,7 +329,22 @@ def test_a_whole_benchmark_with_stand_ins(name: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(checkpoint, "write_touches", lambda *_, **__: _TOUCHED)
     monkeypatch.setattr(checkpoint, "KEYS", 100)
     monkeypatch.setattr(checkpoint.rows_of_deltas, "__kwdefaults__", {"keys": 100})
-    module = {"words": words, "slices": slices, "checkpoint": checkpoint, "latency": latency, "soak": soak}[name]
+    monkeypatch.delenv(similarity.DATA, raising=False)
+    for bench, function in (
+        (windows, "write_events"),
+        (windows, "true_windows"),
+        (windows, "check_windows"),
+        (custom_state, "write_events"),
+        (custom_state, "first_files"),
+        (custom_state, "check_gaps"),
+        (similarity, "write_tweets"),
+        (similarity, "true_pairs"),
+        (similarity, "check_pairs"),
+    ):
+        monkeypatch.setattr(bench, function, lambda *_, **__: None)
+    monkeypatch.setattr(custom_state, "true_gaps", lambda _, counts: dict.fromkeys(counts))
+    monkeypatch.setattr(similarity, "write_rotating", lambda *_, **__: (1, None))
+    module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
     out = tmp_path / "results" / f"{name}.json"
     result = module.run(quick=False, out=out)
     _check_shape(result, name)
@@ -321,7 +361,7 @@ def test_out_may_be_a_picture_only(tmp_path: Path) -> None:
     assert result["ratios"] == {"b": 1.0} and len(drawn) == 1
 
 
-def test_the_command_finds_all_five() -> None:
+def test_the_command_finds_them_all() -> None:
     found = list_benchmarks(common.ROOT)
     assert set(found) == set(EXPECTED_RATIOS)
     assert all(found.values())
@@ -451,3 +491,145 @@ def test_the_memory_watch_ends_when_told() -> None:
     watch.stop()
     watch.join(10)
     assert not watch.is_alive() and threading.current_thread() is not watch
+
+
+# --- windows ------------------------------------------------------------------------------------------------------
+
+
+def test_events_of_windows_are_disordered_but_never_late(tmp_path: Path) -> None:
+    windows.write_events(tmp_path / "in", 3, 4_000)
+    ts = pl.concat([pl.read_parquet(path) for path in sorted((tmp_path / "in").iterdir())])["ts"].dt.epoch("us")
+    behind = ts.cum_max() - ts
+    assert behind.max() > 500_000  # type: ignore[operator]
+    assert behind.max() < windows.LATENESS_S * 1_000_000  # type: ignore[operator]
+    # The last closed window ends two hops before the end of the input: one for lateness, and windows end with hops.
+    assert windows.closed_until(3) == windows.BEGIN_US + 4_000_000
+    assert ts.max() - 1_000_000 >= windows.closed_until(3)  # type: ignore[operator]
+
+
+def test_penstock_and_duckdb_agree_on_windows(tmp_path: Path) -> None:
+    windows.write_events(tmp_path / "in", 7, 3_000)
+    truth = windows.true_windows(tmp_path / "in")
+    assert truth.group_by("end_us").len()["len"].max() == windows.K
+    out = ps.memory()
+    flow = ps.Flow("windows")
+    window = ps.hopping("10s", every="2s", on="ts", lateness="1s")
+    counts = flow.source("words", ps.files(f"{tmp_path}/in/*.parquet")).key_by("word").window(window)
+    counts.aggregate("counts", n=ps.count()).top_k("top", windows.K, by="n").sink("out", out)
+    ps.run_local(flow, epoch_rows=3_000)
+    found = out.frame().with_columns(end_us=pl.col("window_end").dt.epoch("us"))
+    windows.check_windows(found, truth, windows.closed_until(7), "penstock")
+    assert set(found["end_us"]) == set(truth["end_us"])  # at the end of the input every window is closed
+    until = windows.closed_until(7)
+    closed = found.filter(pl.col("end_us") <= until)
+    windows.check_windows(closed, truth, until, "structured")  # who gives closed windows only is right too
+
+
+def test_wrong_windows_are_found() -> None:
+    truth = pl.DataFrame({"end_us": [2, 2, 4], "rank": [1, 2, 1], "word": ["a", "b", "a"], "n": [5, 3, 7]})
+    windows.check_windows(truth, truth, 4, "any")
+    windows.check_windows(truth.head(2), truth, 2, "any")
+    swapped = truth.with_columns(word=pl.Series(["b", "a", "a"]))
+    for wrong in (truth.head(2), truth.head(1), swapped, pl.concat([truth, truth.head(1)])):
+        with pytest.raises(EngineError, match="ranked wrongly"):
+            windows.check_windows(wrong, truth, 4, "any")
+
+
+# --- a user's own state -------------------------------------------------------------------------------------------
+
+
+def test_gaps_by_hand() -> None:
+    state, emits = custom_state.advance(None, [1.0])
+    assert (state, emits) == ((1, 1.0, 0.0), [])
+    state, emits = custom_state.advance(state, [3.0, 4.0])
+    assert state == (3, 4.0, pytest.approx(0.9 * 2.0 + 0.1 * 1.0))
+    state, emits = custom_state.advance((9, 4.0, 2.0), [6.0])
+    assert emits == [state] == [(10, 6.0, pytest.approx(2.0))]
+
+
+@pytest.mark.parametrize("operator", [custom_state.PerEvent, custom_state.Vectorised])
+def test_our_operators_agree_with_the_loop_to_the_last_bit(operator: Any, tmp_path: Path) -> None:
+    custom_state.write_events(tmp_path / "in", 3, 4_000)
+    truth = custom_state.true_gaps(tmp_path / "in", [2, 3])
+    assert truth[2].states["n"].sum() == 8_000 and truth[3].states["n"].sum() == 12_000
+    assert truth[2].emitted.height > 100
+    part = custom_state.first_files(tmp_path / "in", 2)
+    assert [path.name for path in sorted(part.iterdir())] == ["00000.parquet", "00001.parquet"]
+    work = tmp_path / "work"
+    flow = ps.Flow("gaps")
+    keyed = flow.source("words", ps.files(f"{part}/*.parquet")).key_by("word")
+    out = ps.memory()
+    keyed.process(custom_state.OPERATOR, operator(), schema=custom_state.SCHEMA).sink("out", out)
+    ps.run_local(flow, epoch_rows=1_700, checkpoint=str(work / "checkpoint"))
+    out.frame().write_parquet(work / "emitted.parquet")
+    state = common.checkpoint_state(work / "checkpoint", custom_state.OPERATOR, ["word"])
+    custom_state.plain_states(state).write_parquet(work / "states.parquet")
+    custom_state.check_gaps(work, truth[2], "any")
+    with pytest.raises(EngineError, match="wrong emitted"):
+        custom_state.check_gaps(work, truth[3], "any")
+    off = truth[2].states.with_columns(pl.col("ema") * (1 + 1e-15))
+    off.write_parquet(work / "states.parquet")
+    with pytest.raises(EngineError, match="wrong states"):
+        custom_state.check_gaps(work, truth[2], "any")
+
+
+def test_the_fastest_of_sparks_counts() -> None:
+    rates = {"transform_with_state": (10, 30, 20), "apply_in_pandas": (15, 15, 90), "penstock": (400, 600, 500)}
+    rows: list[dict[str, Any]] = [
+        {"contender": name, "round": n, "rows_s": rate, "memory_mb": 1, "batch_words": 100_000}
+        for name, values in rates.items()
+        for n, rate in enumerate(values)
+    ]
+    assert custom_state.fastest(rows) == "transform_with_state"
+    assert custom_state.ratios(rows)["per_event_vs_spark"] == 25.0
+    assert custom_state.fastest([]) is None
+    assert set(custom_state.QUICK[10_000]) == set(custom_state.FULL[100_000]) == set(custom_state.CONTENDERS)
+
+
+# --- similarity ---------------------------------------------------------------------------------------------------
+
+
+def test_similar_tweets_by_hand(tmp_path: Path) -> None:
+    tweets = [(0, "x", "a b c"), (1, "y", "a b c"), (2, "x", "C, d"), (3, "x", "b a d"), (4, "x", "d e"), (5, "x", "c")]
+    frame = pl.DataFrame(tweets, {"i": pl.Int64, "location": pl.String, "text": pl.String}, orient="row")
+    (tmp_path / "in").mkdir()
+    common.write_batch(frame, tmp_path / "in", 0)
+    truth = similarity.true_pairs(tmp_path / "in", 2)
+    # 3 shares two words with 0 and one with 2; 4 shares d with both 2 and 3: the later; 0 and 2 have left 5's window.
+    assert truth.rows() == [("x", 2, 0, 1), ("x", 3, 0, 2), ("x", 4, 3, 1), ("x", 5, 4, 0)]
+    out = ps.memory()
+    flow = ps.Flow("similarity")
+    keyed = flow.source("tweets", ps.files(f"{tmp_path}/in/*.parquet")).key_by("location")
+    keyed.process("similar", similarity.Similar(2), schema=similarity.SCHEMA).sink("out", out)
+    ps.run_local(flow, epoch_rows=2)
+    similarity.check_pairs(out.frame(), truth, "any")
+    with pytest.raises(EngineError, match="wrong pairs"):
+        similarity.check_pairs(truth.with_columns(shared=9), truth, "any")
+
+
+def test_generated_tweets_fill_all_windows_together(tmp_path: Path) -> None:
+    similarity.write_tweets(tmp_path / "in", 2, similarity.LOCATIONS * 5)
+    frame = pl.concat([pl.read_parquet(path) for path in sorted((tmp_path / "in").iterdir())])
+    assert frame["i"].to_list() == list(range(similarity.LOCATIONS * 10))
+    assert set(frame.group_by("location").len()["len"]) == {10}
+
+
+def test_ten_times_the_state_is_the_same_work(tmp_path: Path) -> None:
+    found = {f: similarity.write_rotating(tmp_path / str(f), 500, f, 2_000, 10) for f in (1, 10)}
+    assert [load for load, _ in found.values()] == [1, 3]
+    assert [truth.height for _, truth in found.values()] == [500, 5_000]
+    assert all(truth["n"].min() >= 1 for _, truth in found.values())  # type: ignore[operator]
+    distinct = {
+        f: [pl.read_parquet(path)["word"].n_unique() for path in sorted((tmp_path / str(f)).iterdir())[-10:]]
+        for f in (1, 10)
+    }
+    assert np.mean(distinct[1]) == pytest.approx(np.mean(distinct[10]), rel=0.05)
+    last = [set(pl.read_parquet(path)["word"]) for path in sorted((tmp_path / "10").iterdir())[-2:]]
+    assert not last[0] & last[1]  # one vocabulary after another
+
+
+def test_real_tweets_are_read_where_they_are(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / similarity.TWEETS, "wt", encoding="utf-8") as file:
+        file.write('created,location,text\nx, NYC ,"one, two"\ny,,three\nz,nyc,four\n')
+    found = similarity.read_tweets(tmp_path / similarity.TWEETS)
+    assert found.rows() == [(0, "nyc", "one, two"), (1, "nyc", "four")]

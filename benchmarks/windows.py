@@ -45,7 +45,7 @@ COLUMNS = ["end_us", "rank", "word", "n"]
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
     """See README.md. Quick: 9 batches of 50,000 words, one round."""
-    batch_words, batches, rounds = (50_000, 9, 1) if quick else (BATCH_WORDS, 30, 3)
+    batch_words, batches, rounds = (50_000, 9, 1) if quick else (BATCH_WORDS, 20, 2)
     with common.workplace() as place:
         rows = measure(place, batch_words, batches, rounds)
     notes = [

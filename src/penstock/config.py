@@ -185,6 +185,18 @@ class Config:
     deltas_max: int = _setting(8, _whole(2, 1_000))
     """Deltas of a slice before they are merged into one."""
 
+    store_retries: int = _setting(5, _whole(0, 100))
+    """Quick tries after a failed operation of the checkpoint's store, before the store counts as away."""
+
+    store_timeout_s: float = _setting(30.0, _number(0.0, 3_600.0))
+    """Time that one try of an operation of the store may take; 0 means for ever."""
+
+    store_away_s: float = _setting(120.0, _number(0.0, 86_400.0))
+    """How long the job goes on while the store is away. Epochs run, their output waits; then the job stops cleanly."""
+
+    store_away_epochs: int = _setting(32, _whole(0, 10_000))
+    """How many epochs may run ahead of the log meanwhile: their output is held in memory."""
+
     epochs_max: int | None = _setting(None, _whole(1, ROWS_MAX, optional=True))
     """Stop after so many epochs of this run; none means when the sources end."""
 

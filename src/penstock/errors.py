@@ -13,6 +13,7 @@
     |-- CheckpointError      the checkpoint directory cannot be used
     |   |-- CheckpointInUse      another job holds it
     |   |-- CorruptData          a file does not match its checksum or its header
+    |   |-- StoreAway            the store did not answer for longer than the job may go on without it
     |   `-- IncompatibleFlow     the flow changed in a way its state cannot follow
     |-- StorageFull          no room left on a device that Penstock writes to
     `-- EngineError          Spark failed in a way that Penstock could not recover from
@@ -84,6 +85,10 @@ class CheckpointInUse(CheckpointError):
 
 class CorruptData(CheckpointError):
     """A file does not match its checksum or header. Evidence: ``path``."""
+
+
+class StoreAway(CheckpointError):
+    """The store did not answer for longer than ``store_away_s``. Evidence: ``path``, ``tries``."""
 
 
 class IncompatibleFlow(CheckpointError):

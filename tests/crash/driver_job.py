@@ -1,6 +1,7 @@
 """A job to be killed: a running count, windows, a ranking and a custom operator, into Parquet.
 
-    python driver_job.py DIR [--engine local|spark] [--small] [--die STEP:K | --die-within CALLS:MICROSECONDS]
+    python driver_job.py DIR [--engine local|spark] [--small] [--checkpoint URL]
+        [--die STEP:K | --die-within CALLS:MICROSECONDS]
     python driver_job.py --serve
 
 ``--small`` leaves out the windows and runs one instance of each stage, because Spark takes a while to start Python
@@ -123,11 +124,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--die")
     parser.add_argument("--die-within")
+    parser.add_argument("--checkpoint")
     given = parser.parse_args(arguments)
+    settings = config(given.place, 1 if given.small else 2)
     job = start(
         build(given.place / "out", given.small),
         engine=given.engine,
-        config=config(given.place, 1 if given.small else 2),
+        config=settings.replace(checkpoint=given.checkpoint) if given.checkpoint else settings,
         trip=killer(given.die, given.die_within),
     )
     job.wait()

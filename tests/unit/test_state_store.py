@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from penstock.connectors import store as store_module
+from penstock.connectors.retrying import HUNG_MAX, RetryingStore, transient
 from penstock.connectors.store import LOCK_NAME, DirectoryLock, FsspecStore, local_path
-from penstock.errors import CheckpointError, CheckpointInUse, StorageFull
+from penstock.errors import CheckpointError, CheckpointInUse, StorageFull, StoreAway
 from penstock.state.store import FailingStore, MemoryStore, Store
 
 
@@ -247,3 +248,254 @@ def test_a_lease_is_renewed_lost_and_taken_over(tmp_path: Path) -> None:
     assert FsspecStore(url).exists(LOCK_NAME), "only its owner removes a lease"
     second.release()
     DirectoryLock(url, now_s=1113.0).release()
+
+
+# ---- retries, time-outs, patience ----
+
+
+class Flaky(MemoryStore):
+    """Raises what it is given, one for each call, then works."""
+
+    def __init__(self, *errors: Exception, after: bool = False) -> None:
+        super().__init__()
+        self.errors = list(errors)
+        self.after = after
+        self.calls = 0
+
+    def _maybe(self) -> None:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def put(self, name: str, data: bytes) -> None:
+        if self.after:
+            super().put(name, data)
+        self._maybe()
+        super().put(name, data)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        if self.after:
+            won = super().put_if_absent(name, data)
+            self._maybe()
+            return won
+        self._maybe()
+        return super().put_if_absent(name, data)
+
+    def get(self, name: str) -> bytes:
+        self._maybe()
+        return super().get(name)
+
+    def delete(self, name: str) -> None:
+        self._maybe()
+        super().delete(name)
+
+
+class Hand:
+    """A clock that only pauses move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.pauses: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+def retrying(inner: Store, hand: Hand, **settings: Any) -> RetryingStore:
+    settings = {"retries": 3, "timeout_s": 0.0, "away_s": 60.0, **settings}
+    return RetryingStore(inner, clock=lambda: hand.now, sleep=hand.sleep, chance=lambda: 1.0, **settings)
+
+
+def named(name: str, module: str = "botocore.exceptions", **fields: Any) -> Exception:
+    """An error as a package that may not be there would raise it."""
+    error: Exception = type(name, (Exception,), {"__module__": module, **fields})("it says")
+    return error
+
+
+def client_error(code: str, status: int) -> Exception:
+    return named("ClientError", response={"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}})
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(errno.EIO, "x"), True),
+        (OSError(errno.ESTALE, "x"), True),
+        (OSError("no number"), True),
+        (TimeoutError(), True),
+        (ConnectionResetError(), True),
+        (named("EndpointConnectionError"), True),
+        (named("ReadTimeoutError"), True),
+        (named("ClientOSError", "aiohttp.client_exceptions"), True),
+        (client_error("SlowDown", 503), True),
+        (client_error("Whatever", 500), True),
+        (client_error("TooManyRequests", 429), True),
+        (client_error("AccessDenied", 403), False),
+        (named("NoCredentialsError"), False),
+        (FileNotFoundError(errno.ENOENT, "x"), False),
+        (PermissionError("x"), False),
+        (OSError(errno.ENOSPC, "x"), False),
+        (StorageFull("x"), False),
+        (CheckpointError("x"), False),
+        (ValueError("ours"), False),
+    ],
+    ids=repr,
+)
+def test_which_errors_may_pass(error: Exception, passes: bool) -> None:
+    assert transient(error) is passes
+
+
+def test_what_s3fs_made_of_a_busy_service_may_pass() -> None:
+    error = OSError(errno.EINVAL, "the body was cut off")
+    error.__cause__ = client_error("IncompleteBody", 400)
+    assert transient(error)
+    error.__cause__ = client_error("InvalidArgument", 400)
+    assert not transient(error)
+
+
+def test_a_hiccup_is_tried_again_with_growing_pauses() -> None:
+    hand, inner = Hand(), Flaky(OSError(errno.EIO, "1"), TimeoutError(), ConnectionResetError())
+    store = retrying(inner, hand)
+    store.put("x", b"1")
+    assert inner.items == {"x": b"1"} and inner.calls == 4
+    assert hand.pauses == [0.1, 0.2, 0.4]
+
+
+def test_chance_is_in_the_pauses() -> None:
+    hand = Hand()
+    store = RetryingStore(
+        Flaky(OSError(errno.EIO, "1")), timeout_s=0, clock=lambda: hand.now, sleep=hand.sleep, chance=lambda: 0.0
+    )
+    store.put("x", b"1")
+    assert hand.pauses == [0.05]
+
+
+@pytest.mark.parametrize("error", [StorageFull("full"), PermissionError("no"), FileNotFoundError("nothing")], ids=repr)
+def test_an_error_that_will_not_pass_is_raised_at_once(error: Exception) -> None:
+    hand, inner = Hand(), Flaky(error)
+    with pytest.raises(type(error)):
+        retrying(inner, hand).get("x")
+    assert inner.calls == 1 and hand.pauses == []
+
+
+def test_deletions_and_listings_are_bounded_by_their_number() -> None:
+    hand, inner = Hand(), Flaky(*(OSError(errno.EIO, "down") for _ in range(99)))
+    with pytest.raises(StoreAway, match="could not delete x in 4 tries") as caught:
+        retrying(inner, hand).delete("x")
+    assert inner.calls == 4 and "store_away_s" in caught.value.remedy and "down" in caught.value.message
+
+
+def test_reads_and_writes_are_bounded_by_time() -> None:
+    hand, inner = Hand(), Flaky(*(OSError(errno.EIO, "down") for _ in range(999)))
+    began = hand.now
+    told: list[tuple[bool, str]] = []
+    store = retrying(inner, hand, away_s=60.0)
+    store.watch = lambda away, reason: told.append((away, reason))
+    with pytest.raises(StoreAway, match="60 s"):
+        store.put("x", b"1")
+    assert hand.now - began == pytest.approx(60.0), "neither sooner nor a pause later"
+    assert max(hand.pauses) <= 5.0 and inner.calls < 30
+    assert told == [(True, "OSError: [Errno 5] down"), (False, "")]
+    assert inner.items == {}
+
+
+def test_a_store_that_comes_back_is_told_once_and_the_hold_is_renewed_first() -> None:
+    hand, inner = Hand(), Flaky(*(OSError(errno.EIO, "down") for _ in range(8)))
+    told: list[Any] = []
+    store = retrying(inner, hand)
+    store.watch = lambda away, reason: told.append(away)
+    store.guard = lambda: told.append("guard")
+    store.put("x", b"1")
+    assert inner.items == {"x": b"1"}
+    assert told == [True, *["guard"] * 5, False]
+
+
+def test_a_hold_that_was_lost_meanwhile_ends_the_patience() -> None:
+    hand, inner = Hand(), Flaky(*(OSError(errno.EIO, "down") for _ in range(8)))
+    store = retrying(inner, hand)
+
+    def guard() -> None:
+        raise CheckpointInUse("another job has it")
+
+    store.guard = guard
+    with pytest.raises(CheckpointInUse):
+        store.put("x", b"1")
+    assert inner.items == {}
+
+
+def test_an_answer_that_was_lost_is_no_defeat() -> None:
+    hand = Hand()
+    store = retrying(Flaky(TimeoutError(), after=True), hand)
+    assert store.put_if_absent("x", b"mine") is True, "the first try did it, and its answer was lost"
+    assert store.put_if_absent("x", b"mine") is False, "this one found it there"
+    other = Flaky(TimeoutError())
+    other.items["x"] = b"another's"
+    assert retrying(other, hand).put_if_absent("x", b"mine") is False
+
+
+def test_an_operation_that_hangs_is_left_behind() -> None:
+    release, hand = threading.Event(), Hand()
+    done = threading.Event()
+
+    class Hangs(MemoryStore):
+        calls = 0
+
+        def put(self, name: str, data: bytes) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                release.wait(20)
+                done.set()
+            super().put(name, data)
+
+    inner = Hangs()
+    store = retrying(inner, hand, timeout_s=0.05)
+    store.put("x", b"1")
+    assert inner.calls == 2 and inner.items == {"x": b"1"}
+    release.set()
+    assert done.wait(10)
+
+
+def test_hanging_operations_do_not_pile_up() -> None:
+    release, hand = threading.Event(), Hand()
+    calls: list[str] = []
+
+    class Hangs(MemoryStore):
+        def get(self, name: str) -> bytes:
+            calls.append(name)
+            release.wait(20)
+            return b""
+
+    store = retrying(Hangs(), hand, timeout_s=0.001, away_s=1000.0)
+    with pytest.raises(StoreAway, match="hang already"):
+        store.get("x")
+    assert len(calls) == HUNG_MAX
+    release.set()
+
+
+def test_who_waits_for_the_store_is_woken_at_the_end_of_the_job() -> None:
+    away, ended = threading.Event(), threading.Event()
+    inner = Flaky(*(OSError(errno.EIO, "down") for _ in range(99999)))
+    store = RetryingStore(inner, retries=0, timeout_s=0, away_s=3600.0)
+    store.watch = lambda is_away, reason: away.set() if is_away else None
+
+    def wait() -> None:
+        with pytest.raises(StoreAway):
+            store.put("x", b"1")
+        ended.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert away.wait(10)
+    store.abandon()
+    assert ended.wait(10)
+    thread.join(10)
+
+
+def test_a_patient_store_travels_to_workers(tmp_path: Path) -> None:
+    store = RetryingStore(FsspecStore(str(tmp_path)), retries=7, away_s=9.0)
+    store.watch = lambda away, reason: None
+    again = pickle.loads(pickle.dumps(store))
+    again.put("x", b"1")
+    assert store.get("x") == b"1" and (again.retries, again.away_s) == (7, 9.0)
+    assert isinstance(again, Store)

@@ -14,6 +14,7 @@ from penstock.connectors.base import (
 from penstock.connectors.files import files
 from penstock.connectors.generator import generator, words
 from penstock.connectors.punctuation import punctuated
+from penstock.connectors.push import http_push, iterator, socket
 from penstock.connectors.rows import bad_records_frame, polars_schema
 from penstock.connectors.sinks import (
     console,
@@ -45,6 +46,8 @@ __all__ = [
     "files",
     "foreach_batch",
     "generator",
+    "http_push",
+    "iterator",
     "jsonl",
     "memory",
     "parquet",
@@ -52,6 +55,7 @@ __all__ = [
     "punctuated",
     "read_output",
     "simple_reader",
+    "socket",
     "spark_reader",
     "spark_table",
     "words",

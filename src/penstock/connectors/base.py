@@ -66,6 +66,8 @@ class SourceContext:
     source_id: str
     checkpoint: str | None
     spark: Any = None
+    store: Any = None
+    """The store at ``checkpoint``, with the job's retries and time-outs; None without a checkpoint directory."""
 
 
 class Source(ABC):

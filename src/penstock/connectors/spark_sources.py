@@ -24,7 +24,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +34,7 @@ import pyarrow.parquet as pq
 
 from penstock.connectors.base import BadRecord, Offset, ReadResult, Source, SourceContext, SourceRange, Split
 from penstock.connectors.rows import clip, polars_schema, rows_frame, salvage
+from penstock.connectors.spool import cut, folder_of
 from penstock.errors import FlowError, SourceError
 
 # ---------------------------------------------------------------- schemas
@@ -390,8 +391,7 @@ class DataFrameSource(Source):
                 remedy="Put the checkpoint directory on a shared file system.",
                 path=base,
             )
-        folder = re.sub(r"[^A-Za-z0-9_.-]", "_", context.source_id)
-        self._root = os.path.join(os.path.abspath(base), "spool", folder)
+        self._root = os.path.join(os.path.abspath(base), "spool", folder_of(context.source_id))
         os.makedirs(self._root, exist_ok=True)
         for name in os.listdir(self._root):
             if name.startswith("_writing-"):
@@ -487,13 +487,7 @@ class DataFrameSource(Source):
                     path=self._batch_path(batch),
                 )
             pieces.extend(files)
-        total = sum(n for _, n in pieces)
-        cuts = [total * k // parallelism for k in range(parallelism + 1)]
-        out: list[Split] = []
-        for first, last in pairwise(cuts):
-            if last > first:
-                out.append({"pieces": list(_rows_between(pieces, first, last))})
-        return out or [{"pieces": []}]
+        return [{"pieces": part} for part in cut(pieces, parallelism)]
 
     def committed(self, end: Offset) -> None:
         if end["batch"] <= self._deleted():
@@ -545,15 +539,6 @@ class DataFrameSource(Source):
             assert isinstance(frame, pl.DataFrame)
             frames.append(_to_schema(frame, self._schema))
         return ReadResult(pl.concat(frames))
-
-
-def _rows_between(pieces: Sequence[tuple[str, int]], first: int, last: int) -> Iterable[dict[str, Any]]:
-    position = 0
-    for path, rows in pieces:
-        a, b = max(first - position, 0), min(last - position, rows)
-        if a < b:
-            yield {"path": path, "from": a, "to": b}
-        position += rows
 
 
 def _to_schema(frame: pl.DataFrame, schema: pl.Schema) -> pl.DataFrame:

@@ -1,8 +1,10 @@
 """Checkpoint stores on a disk or any address that fsspec knows, and the lock that keeps a second job out.
 
 On a local disk a write goes to a temporary name, is flushed to the device, and is renamed: after a power cut a name
-has its old value, its new one, or none. Object stores replace whole objects by themselves. Network file systems with
-renames (HDFS, SFTP, SMB) get a temporary name and a rename as well.
+has its old value, its new one, or none. Object stores replace whole objects by themselves, and S3 can create one only
+if it is absent, or replace one only if it is still what it was, which the lock needs. Network file systems with renames
+(HDFS, SFTP, SMB) get a temporary name and a rename as well. What to do about errors that pass is said in
+``retrying.py``.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import fsspec
+import psutil
 
 from penstock.errors import CheckpointError, CheckpointInUse, StorageFull
 
@@ -31,6 +35,8 @@ _TEMPORARY: Final = ".tmp"
 _RENAMING: Final = frozenset({"hdfs", "webhdfs", "sftp", "ssh", "smb"})
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_S3: Final = frozenset({"s3", "s3a"})
+_NO_S3_PACKAGE: Final = "Addresses of S3 need the package s3fs: pip install 'penstock[s3]'."
 _MISSING: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
 
 
@@ -46,7 +52,7 @@ class FsspecStore:
         self.sync = sync
         self.storage_options = dict(storage_options or {})
         self.root = local_path(url)
-        self._opened: tuple[Any, str] | None = None
+        self._opened: tuple[int, Any, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
@@ -147,10 +153,25 @@ class FsspecStore:
         return [path[start:] for path in paths if path.startswith(f"{root}/")]
 
     def _remote(self) -> tuple[Any, str]:
-        if self._opened is None:
-            fs, root = fsspec.core.url_to_fs(self.url, **self.storage_options)
-            self._opened = fs, root.rstrip("/")
-        return self._opened
+        # A forked child needs a connection, and a thread that serves it, of its own.
+        if self._opened is None or self._opened[0] != os.getpid():
+            defaults = _s3_defaults() if self.url.partition("://")[0] in _S3 else {}
+            try:
+                fs, root = fsspec.core.url_to_fs(self.url, **{**defaults, **self.storage_options})
+            except ImportError as error:
+                raise CheckpointError(
+                    f"{self.url} cannot be reached: {error}.",
+                    remedy=_NO_S3_PACKAGE if defaults else "Install the package that fsspec names.",
+                    path=self.url,
+                ) from error
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self.url} is no address that fsspec knows: {error}.",
+                    remedy="Give a directory, or an address such as s3://bucket/dir.",
+                    path=self.url,
+                ) from error
+            self._opened = os.getpid(), fs, root.rstrip("/")
+        return self._opened[1:]
 
     def _remote_path(self, name: str) -> str:
         return f"{self._remote()[1]}/{name}"
@@ -158,8 +179,7 @@ class FsspecStore:
     def _put_remote(self, name: str, data: bytes) -> None:
         fs, _ = self._remote()
         path = self._remote_path(name)
-        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-        if not protocols & _RENAMING:
+        if not _protocols(fs) & _RENAMING:
             fs.pipe_file(path, data)
             return
         folder, _, base = path.rpartition("/")
@@ -174,8 +194,35 @@ class FsspecStore:
         fs, _ = self._remote()
         try:
             fs.pipe_file(self._remote_path(name), data, mode="create")
-        except FileExistsError:
-            return False
+        except Exception as error:
+            if _refused(error):
+                return False
+            raise
+        return True
+
+    def get_tagged(self, name: str) -> tuple[bytes, str | None]:
+        """The value, and what ``put_if_tagged`` wants to see; None where the store has no such thing."""
+        fs, _ = self._remote()
+        if not _protocols(fs) & _S3:
+            return self.get(name), None
+        with _explained(self.path(name), reading=True):
+            # First the tag: a value that is newer than its tag is refused later, one that is older would not be.
+            tag = str(fs.info(self._remote_path(name), refresh=True)["ETag"])
+        return self.get(name), tag
+
+    def put_if_tagged(self, name: str, data: bytes, tag: str | None) -> bool:
+        """Replace what still carries the tag. Without a tag it is replaced whatever it is, as well as can be done."""
+        if tag is None:
+            self.put(name, data)
+            return True
+        fs, _ = self._remote()
+        with _explained(self.path(name)):
+            try:
+                fs.pipe_file(self._remote_path(name), data, IfMatch=tag)
+            except Exception as error:
+                if _refused(error):
+                    return False
+                raise
         return True
 
     def list(self, prefix: str = "") -> Names:
@@ -194,12 +241,13 @@ class DirectoryLock:
     process dies, SIGKILL included; the file's text says who holds it. (On NFS it works as far as the server implements
     flock.)
 
-    Other stores have no such thing: there it is a *lease*, a file with owner and heartbeat. ``heartbeat(now_s)`` must
-    be called well within ``lease_s``; a lease whose heartbeat is older is taken over. Its limits: clocks of the two
-    hosts must agree to much less than ``lease_s``; a job that is frozen for longer than that loses its lease and finds
-    out only at its next heartbeat; and two jobs that take over an expired lease in the same instant are told apart
-    only if the store lists its last writer consistently. The attempt number in manifests and ``put_if_absent`` remain
-    the last line of defence.
+    Other stores have no such thing: there it is a *lease*, an object with owner and heartbeat. ``keep`` renews it in a
+    thread; a lease whose heartbeat is older than ``lease_s`` is taken over, and so is one at once whose process ran on
+    this very machine and is gone. On S3 both creation and replacement are conditional, so that of two jobs that want it
+    in the same instant one gets it. Its limits: clocks of the two hosts must agree to much less than ``lease_s``; a job
+    that is frozen, or cut off from the store, for longer than that loses its lease and finds out only at its next
+    heartbeat. So the lease is no more than a courtesy: that two jobs never both go on is because records of the epoch
+    log are created and never replaced.
     """
 
     def __init__(
@@ -213,10 +261,13 @@ class DirectoryLock:
     ) -> None:
         self.store = FsspecStore(store) if isinstance(store, str) else store
         self.lease_s = lease_s
-        self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "job": job, "started": started}
+        self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "job": job, "started": started, **_machine()}
         self._token = uuid.uuid4().hex
         self._descriptor: int | None = None
         self._leased = False
+        self._lost: CheckpointInUse | None = None
+        self._released = threading.Event()
+        self._renewing = threading.Lock()
         self._acquire(now_s)
 
     def __enter__(self) -> DirectoryLock:
@@ -231,13 +282,37 @@ class DirectoryLock:
 
     def heartbeat(self, now_s: float) -> None:
         """Renew a lease; raises CheckpointInUse when another job has taken it. Nothing to do for a local lock."""
+        with self._renewing:
+            if not self._leased:
+                self.check()
+                return
+            holder, tag = self._read_lease()
+            mine = holder.get("token") == self._token
+            if not mine or not self.store.put_if_tagged(LOCK_NAME, self._lease(now_s), tag):
+                self._leased = False
+                self._lost = _in_use(self.store.url, holder if not mine else self._read_lease()[0])
+                raise self._lost
+
+    def keep(self, now_s: Callable[[], float]) -> None:
+        """Renew a lease from now on, in a thread. A store that is away is no reason to give up: see ``check``."""
         if not self._leased:
             return
-        holder = self._read_lease()
-        if holder is None or holder.get("token") != self._token:
-            self._leased = False
-            raise _in_use(self.store.url, holder or {})
-        self.store.put(LOCK_NAME, self._lease(now_s))
+
+        def renew() -> None:
+            while not self._released.wait(self.lease_s / 6):
+                try:
+                    self.heartbeat(now_s())
+                except CheckpointInUse:
+                    return
+                except Exception:
+                    continue  # the store is away, which its other users will say
+
+        threading.Thread(target=renew, name="penstock-lease", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise CheckpointInUse if another job has taken the lease."""
+        if self._lost is not None:
+            raise self._lost
 
     def release(self) -> None:
         """Let the next job in. The file itself stays: to remove it would race with whoever opens it now."""
@@ -247,10 +322,16 @@ class DirectoryLock:
             os.ftruncate(descriptor, 0)
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
-        elif self._leased:
+            return
+        self._released.set()
+        with self._renewing:
+            if not self._leased:
+                return
             self._leased = False
-            if (self._read_lease() or {}).get("token") == self._token:
-                self.store.delete(LOCK_NAME)
+            # If the store is away, the lease runs out by itself.
+            with contextlib.suppress(Exception):
+                if self._read_lease()[0].get("token") == self._token:
+                    self.store.delete(LOCK_NAME)
 
     def _acquire(self, now_s: float | None) -> None:
         if self.store.root is not None:
@@ -258,11 +339,13 @@ class DirectoryLock:
             return
         assert now_s is not None, "a lease needs the time"
         if not self.store.put_if_absent(LOCK_NAME, self._lease(now_s)):
-            holder = self._read_lease() or {}
-            if now_s - float(holder.get("heartbeat_s", 0.0)) <= self.lease_s:
-                raise _in_use(self.store.url, holder)
-            self.store.put(LOCK_NAME, self._lease(now_s))
-            winner = self._read_lease() or {}
+            holder, tag = self._read_lease()
+            alive = now_s - float(holder.get("heartbeat_s", 0.0)) <= self.lease_s and not _is_gone(holder)
+            if holder.get("token") != self._token:  # else our own try, whose answer was lost
+                if alive:
+                    raise _in_use(self.store.url, holder)
+                self.store.put_if_tagged(LOCK_NAME, self._lease(now_s), tag)
+            winner, _ = self._read_lease()
             if winner.get("token") != self._token:
                 raise _in_use(self.store.url, winner)
         self._leased = True
@@ -289,11 +372,12 @@ class DirectoryLock:
     def _lease(self, now_s: float) -> bytes:
         return json.dumps(self._owner | {"token": self._token, "heartbeat_s": now_s}).encode()
 
-    def _read_lease(self) -> dict[str, Any] | None:
+    def _read_lease(self) -> tuple[dict[str, Any], str | None]:
         try:
-            return _parse(self.store.get(LOCK_NAME))
+            data, tag = self.store.get_tagged(LOCK_NAME)
         except FileNotFoundError:
-            return None
+            return {}, None
+        return _parse(data), tag
 
     def _close_in_child(self) -> None:
         # A forked child shares the lock; if it outlived its parent, the directory would stay locked by nobody's job.
@@ -333,6 +417,51 @@ def _in_use(where: str, holder: Mapping[str, Any]) -> CheckpointInUse:
     )
 
 
+def _machine() -> dict[str, Any]:
+    """What tells a process for good: which start of which machine, which space of process numbers, and when it began.
+    Host names repeat, and so do process numbers."""
+    with contextlib.suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return {"boot": f"{boot} {os.readlink('/proc/self/ns/pid')}", "began": psutil.Process().create_time()}
+    return {}
+
+
+def _is_gone(holder: Mapping[str, Any]) -> bool:
+    """True only if the holder ran here and certainly runs no more."""
+    if not holder.get("boot") or holder["boot"] != _machine().get("boot"):
+        return False
+    try:
+        process = psutil.Process(int(holder["pid"]))
+        dead: bool = process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - holder["began"]) > 1.0
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+    return dead
+
+
+def _protocols(fs: Any) -> set[str]:
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def _s3_defaults() -> dict[str, Any]:
+    """Listings are always fresh, and a call fails soon enough for us to decide what to do about it."""
+    timeouts = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 1}}
+    return {"use_listings_cache": False, "config_kwargs": timeouts}
+
+
+def _refused(error: BaseException) -> bool:
+    """A conditional write whose condition did not hold."""
+    code = (getattr(error, "response", None) or {}).get("Error", {}).get("Code", "")
+    cause = error.__cause__
+    return (
+        isinstance(error, FileExistsError)
+        or code == "PreconditionFailed"
+        or (cause is not None and cause is not error and _refused(cause))
+    )
+
+
 def _parse(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
@@ -346,23 +475,35 @@ def _explained(path: str, *, reading: bool = False) -> Iterator[None]:
     """Errors of the world in our words. FileNotFoundError of a read means "absent" and passes, as do unknown errors."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError):
+            if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
+                raise CheckpointError(
+                    f"{path} cannot be reached: {error}.",
+                    remedy="Give the store's credentials the way its own tools want them, such as AWS_ACCESS_KEY_ID "
+                    "and AWS_SECRET_ACCESS_KEY.",
+                    path=path,
+                ) from error
+            raise
         if error.errno in _FULL:
             raise StorageFull(
                 f"No room left to write {path}.",
                 remedy="Free some space or raise the quota; the job goes on from its last checkpoint.",
                 path=path,
             ) from error
-        if error.errno in _FORBIDDEN:
+        # Those that s3fs raises have a message and no number.
+        why = os.strerror(error.errno) if error.errno is not None else str(error)
+        if error.errno in _FORBIDDEN or isinstance(error, PermissionError):
             raise CheckpointError(
-                f"{path} may not be {'read' if reading else 'written'} ({os.strerror(error.errno)}).",
+                f"{path} may not be {'read' if reading else 'written'} ({why}).",
                 remedy="Give this user access to the checkpoint directory, or choose another one.",
                 path=path,
             ) from error
-        if error.errno in _MISSING and not reading:
+        if (error.errno in _MISSING or isinstance(error, FileNotFoundError)) and not reading:
             raise CheckpointError(
-                f"{path} cannot be used ({os.strerror(error.errno)}).",
-                remedy="Check that the checkpoint directory is a directory, and that its device is mounted.",
+                f"{path} cannot be used ({why}).",
+                remedy="Check that the checkpoint directory is a directory, and that its device is mounted; or that "
+                "the bucket exists.",
                 path=path,
             ) from error
         raise

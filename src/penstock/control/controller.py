@@ -5,7 +5,8 @@ threads, so that tests and the simulator drive the very same code. One method ch
 
 The rules it keeps (checked by ``validate``):
 
-* an epoch is logged before any of its stages runs;
+* an epoch is logged before any of its stages runs; while the store is away, a bounded number of epochs run *ahead* of
+  the log, and those are published only when they are logged: until then nobody but us has seen them;
 * stage k of epoch e runs when its upstream stages of e and its own e-1 are done;
 * epochs are published in order; one at most ``epochs_in_flight`` of them are under way;
 * a checkpoint at e is complete when e is published and every stateful container has written its delta; then a manifest
@@ -46,6 +47,7 @@ from penstock.control.events import (
     StageFailed,
     Started,
     StopRequested,
+    StoreChanged,
     TaskError,
     TaskReport,
     Tick,
@@ -77,6 +79,8 @@ class Settings:
     poll_s: float = 0.02
     deltas_max: int = 8
     epochs_max: int | None = None
+    away_epochs: int = 0
+    """Epochs that may run ahead of the log while the store is away."""
 
 
 @dataclass
@@ -94,6 +98,8 @@ class EpochRun:
     """edge "up>down" -> greatest event time up to and including this epoch; "@stage#port" -> watermark of an input"""
     watermarks: dict[StageId, int] = field(default_factory=dict)
     publishing: bool = False
+    ahead: bool = False
+    """It ran before it was logged, because the store was away."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,8 @@ class Controller:
         self.last_plan = -1e9
         self.rescales: list[tuple[StageId, int]] = []
         self.stopping = False
+        self.away = False
+        """The store does not answer: epochs are logged when it does again."""
         self.outstanding: set[tuple[Attempt, Epoch, str]] = set()
         """Jobs of this or older attempts that have not come back."""
         self.recovering = False
@@ -189,6 +197,7 @@ class Controller:
             RescaleRequested: self._rescale_requested,
             WarmedUp: self._warmed_up,
             StopRequested: self._stop_requested,
+            StoreChanged: self._store_changed,
             Fatal: self._fatal,
             Tick: lambda e: [],
         }[type(event)]
@@ -355,7 +364,8 @@ class Controller:
         self.published = Epoch(max(self.published, event.epoch))
         self.clocks, self.watermarks = run.clocks, {**self.watermarks, **run.watermarks}
         rows = sum(r["rows"] for r in run.record["ranges"].values())
-        self.pacer = self.pacer.observe(rows, (event.now - run.began) * 1000)
+        if not run.ahead:  # the time it waited for the store says nothing of its size
+            self.pacer = self.pacer.observe(rows, (event.now - run.began) * 1000)
         if self.checkpoint is not None and self.checkpoint.epoch == event.epoch:
             self._note_published(run)
         return [ReleaseEpoch(event.epoch)]
@@ -427,6 +437,8 @@ class Controller:
             for delta in report.deltas:
                 if delta["epoch"] != self.checkpoint.epoch or delta["attempt"] != self.attempt:
                     continue
+                if (StageId(report.stage), report.index) not in self.checkpoint.expected:
+                    continue  # the report came twice
                 self.checkpoint.expected.discard((StageId(report.stage), report.index))
                 if delta["file"] is not None:
                     self.checkpoint.files.append(DeltaFile(**delta["file"]))
@@ -440,6 +452,8 @@ class Controller:
             return self._give_up(errors[0])
         self._collect_deltas(event.reports)
         self.checkpoint.flushing = False
+        if any(r.writing for r in event.reports):
+            return []  # the store is slow or away; it is asked again when nothing else is under way
         if self.checkpoint.expected:
             return self._recover(event.now, "a container lost the delta of a checkpoint before it was written")
         return []
@@ -515,7 +529,16 @@ class Controller:
             self.phase = "stopping"
         return []
 
+    def _store_changed(self, event: StoreChanged) -> list[Command]:
+        self.away = event.away
+        return []
+
     # -- what to do next -----------------------------------------------------------------------------------------
+
+    def _allowed(self) -> int:
+        """Epochs that may be under way. Those that wait for nothing but the log come on top, up to a limit."""
+        waiting = sum(not r.logged and len(r.done) == len(self.topology.stages) for r in self.in_flight.values())
+        return self.settings.epochs_in_flight + min(waiting, self.settings.away_epochs)
 
     def _advance(self, now: float) -> list[Command]:
         if self.phase == "starting":
@@ -535,10 +558,12 @@ class Controller:
 
     def _run_stages(self, now: float) -> list[Command]:
         out: list[Command] = []
-        for epoch in sorted(self.in_flight)[: self.settings.epochs_in_flight]:
+        for epoch in sorted(self.in_flight)[: self._allowed()]:
             run = self.in_flight[epoch]
             if not run.logged:
-                break
+                if not self.away or not self.settings.away_epochs:
+                    break
+                run.ahead = True
             previous = self.in_flight.get(Epoch(epoch - 1))
             for stage in self.topology.stages:
                 if stage.id in run.done or stage.id in run.running:
@@ -581,6 +606,8 @@ class Controller:
                 return []
             if len(run.done) < len(self.topology.stages):
                 return []
+            if not run.logged:
+                return []  # if the driver died now, the epoch might be cut otherwise the next time
             clocks_before, _ = self._before(epoch)
             run.clocks = {**clocks_before, **run.clocks, CLOCK: run.record["clock_ms"]}
             run.publishing = True
@@ -621,7 +648,7 @@ class Controller:
 
     def _flush(self) -> list[Command]:
         assert self.checkpoint is not None
-        if self.checkpoint.flushing or self.checkpoint.writing or not self.checkpoint.expected:
+        if self.away or self.checkpoint.flushing or self.checkpoint.writing or not self.checkpoint.expected:
             return []
         self.checkpoint.flushing = True
         self.outstanding.add((self.attempt, self.checkpoint.epoch, "flush"))
@@ -642,7 +669,7 @@ class Controller:
     def _plan(self, now: float) -> list[Command]:
         if self.planning or self.recovering or self.stopping or self.final or self.rescales or self._enough():
             return []
-        if self.phase != "running" or len(self.in_flight) >= self.settings.epochs_in_flight:
+        if self.phase != "running" or len(self.in_flight) >= self._allowed():
             return []
         if self.idle_since is not None and now - self.last_plan < self.settings.poll_s:
             return []
@@ -661,7 +688,8 @@ class Controller:
             assert epochs == list(range(epochs[0], epochs[0] + len(epochs))), f"an epoch was skipped: {epochs}"
         assert self.committed <= self.published or self.log, "a checkpoint covers an epoch that was not published"
         for epoch, run in self.in_flight.items():
-            assert run.logged or not (run.running or run.done), f"epoch {epoch} ran before it was logged"
+            assert run.logged or run.ahead or not (run.running or run.done), f"epoch {epoch} ran before it was logged"
+            assert run.logged or not run.publishing, f"epoch {epoch} is published before it was logged"
             assert not (run.running & run.done.keys()), f"a stage of epoch {epoch} runs twice"
             previous = self.in_flight.get(Epoch(epoch - 1))
             for stage in (*run.running, *run.done):

@@ -57,6 +57,8 @@ class TaskReport(msgspec.Struct):
     node: str = ""
     missing: bool = False
     """It did not have its slices at the version it needed, and no checkpoint had them."""
+    writing: bool = False
+    """Of a flush: deltas are still being written, because the store is slow or away. Ask again."""
     error: TaskError | None = None
 
 
@@ -167,6 +169,13 @@ class WarmedUp(Event):
 
     stage: StageId
     instances: int
+
+
+@dataclass(frozen=True)
+class StoreChanged(Event):
+    """The store of the checkpoint has gone away, or has come back."""
+
+    away: bool
 
 
 @dataclass(frozen=True)

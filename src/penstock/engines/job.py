@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.config import Config
+from penstock.connectors.retrying import RetryingStore
 from penstock.connectors.store import DirectoryLock, FsspecStore
 from penstock.control.events import RescaleRequested, StopRequested
 from penstock.control.routing import RoutingTable
@@ -43,8 +44,10 @@ class Job:
     @property
     def notices(self) -> list[str]:
         """Things worth saying that were no errors, such as a damaged checkpoint that was passed over."""
-        engine = self._runtime.engine
-        return [*self._runtime.notices, *getattr(engine, "notices", ())]
+        runtime = self._runtime
+        away = [runtime.away_notice] if runtime.away_notice else []
+        sources = [notice for s in self._plan.sources.values() for notice in getattr(s, "notices", ())]
+        return [*runtime.notices, *away, *sources, *getattr(runtime.engine, "notices", ())]
 
     @property
     def routing(self) -> RoutingTable | None:
@@ -115,8 +118,16 @@ def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **
             url = os.path.abspath(url)
         lock = DirectoryLock(url, job=config.name or flow.name, now_s=time.time())
         cleanups.append(lock.release)
-        hooks["heartbeat"] = lambda: lock.heartbeat(time.time())
-        store = FsspecStore(url)
+        lock.keep(time.time)
+        hooks["heartbeat"] = lock.check
+        retrying = RetryingStore(
+            FsspecStore(url),
+            retries=config.store_retries,
+            timeout_s=config.store_timeout_s,
+            away_s=config.store_away_s,
+        )
+        retrying.guard = lambda: lock.heartbeat(time.time())
+        store = retrying
 
     def make_engine(job_id: str) -> Engine:
         if engine == "local":
@@ -132,6 +143,8 @@ def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **
             each()
 
     runtime = Runtime(plan, config, store, make_engine, checkpoint_url=url, **hooks)
+    if isinstance(store, RetryingStore):
+        store.watch = runtime.store_changed
     return Job(runtime, plan, cleanup)
 
 

@@ -22,7 +22,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,7 @@ from penstock.control.events import (
     RunStage,
     StageDone,
     Started,
+    StoreChanged,
     TaskError,
     Tick,
     WarmUp,
@@ -67,7 +68,15 @@ from penstock.control.routing import RoutingTable
 from penstock.control.topology import StageInfo, Topology
 from penstock.engines.protocol import Engine
 from penstock.engines.task import DEAD_LETTERS, MANIFEST_NAME, bytes_frame, task_error
-from penstock.errors import CorruptData, IncompatibleFlow, PenstockError, SinkError, SourceError
+from penstock.errors import (
+    CheckpointInUse,
+    CorruptData,
+    IncompatibleFlow,
+    PenstockError,
+    SinkError,
+    SourceError,
+    StoreAway,
+)
 from penstock.ids import StageId
 from penstock.observe.metrics import Metrics
 from penstock.observe.status import JobStatus
@@ -116,9 +125,12 @@ class Runtime:
         wall_ms: Callable[[], int] = lambda: int(time.time() * 1000),
         trip: Callable[[str], None] = lambda step: None,
         heartbeat: Callable[[], None] = lambda: None,
+        pool: Callable[[str], Executor] = lambda name: ThreadPoolExecutor(1, thread_name_prefix=name),
+        unique: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         """``heartbeat`` renews the hold on the checkpoint directory. ``trip`` is called with the name of each step of
-        a commit: crash tests die there on purpose.
+        a commit: crash tests die there on purpose. ``pool`` makes the executors of planning and publishing, which work
+        strictly in order, and ``unique`` names: the simulator has its own.
         """
         self.plan = plan
         self.config = config
@@ -133,8 +145,10 @@ class Runtime:
         self.ended = threading.Event()
         self.error: PenstockError | None = None
         self.reason = ""
-        self.planner = ThreadPoolExecutor(1, thread_name_prefix="penstock-plan")
-        self.publisher = ThreadPoolExecutor(1, thread_name_prefix="penstock-publish")
+        self.planner = pool("penstock-plan")
+        self.logger = pool("penstock-log")
+        self.publisher = pool("penstock-publish")
+        self.unique = unique
         self.engine: Engine | None = None
         self.controller: Controller | None = None
         self.metrics: Metrics | None = None
@@ -145,7 +159,13 @@ class Runtime:
         self.first_attempt = 1
         self.merged: set[str] = set()
         """Files of merges under way, which no manifest names yet."""
+        self.covered: dict[str, dict[str, Any]] = {}
+        """source -> offset up to which it was told that nothing will be read again"""
         self.on_published: list[Callable[[int], None]] = []
+        self.log_ended = False
+        """An epoch could not be logged: the job is about to end."""
+        self.away_notice: str | None = None
+        """Said while the store is away."""
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -187,12 +207,20 @@ class Runtime:
             if event.now - beat > HEARTBEAT_S:
                 beat = event.now
                 self.heartbeat()
-            self._observe(event)
-            for command in self.controller.step(event):
-                self._execute(command)
+            self.handle(event)
+
+    def handle(self, event: Event) -> None:
+        """One event: what it means, and what is to be done about it."""
+        assert self.controller is not None
+        self._observe(event)
+        for command in self.controller.step(event):
+            self._execute(command)
 
     def _close(self) -> None:
+        if callable(abandon := getattr(self.store, "abandon", None)):
+            abandon()  # who still waits for the store waits for nothing
         self.planner.shutdown(wait=True, cancel_futures=True)
+        self.logger.shutdown(wait=True, cancel_futures=True)
         self.publisher.shutdown(wait=True, cancel_futures=True)
         for close in (
             *(s.close for s in self.plan.sources.values()),
@@ -248,6 +276,7 @@ class Runtime:
                 c.poll_ms / 1000,
                 c.deltas_max,
                 c.epochs_max,
+                c.store_away_epochs,
             ),
             Manifest(job_id, self.plan.graph.name, self.plan.fingerprint(), 0),
         )
@@ -256,7 +285,8 @@ class Runtime:
             for source, r in record["ranges"].items():
                 facts.setdefault(source, []).extend(r["facts"])
         for id, source in self.plan.sources.items():
-            source.open(SourceContext(id, self.checkpoint_url, self.engine.spark))
+            store = self.store if self.checkpoint_url is not None else None
+            source.open(SourceContext(id, self.checkpoint_url, self.engine.spark, store))
             source.remember(facts.get(id, []))
         self.engine.prepare(RoutingTable.from_json(restored.routing) if restored else routing)
         resumed = manifest is not None or bool(logged)
@@ -272,7 +302,7 @@ class Runtime:
         try:
             known = json.loads(self.store.get("job.json"))
         except FileNotFoundError:
-            known = {"job": uuid.uuid4().hex[:12], "flow": self.plan.graph.name, "format": 1, "starts": 0}
+            known = {"job": self.unique()[:12], "flow": self.plan.graph.name, "format": 1, "starts": 0}
         except ValueError:
             raise CorruptData(
                 "job.json in the checkpoint directory is damaged.",
@@ -384,10 +414,17 @@ class Runtime:
         return routing
 
     def _read_log(self, after: int) -> list[dict[str, Any]]:
-        records = []
+        records: list[dict[str, Any]] = []
         for name in sorted(self.store.list("log/")):
-            if int(name.split("/")[-1].split(".")[0]) <= after:
+            number = int(name.split("/")[-1].split(".")[0])
+            if number <= after:
                 continue
+            if number != after + 1 + len(records):
+                raise CorruptData(
+                    f"the epoch log lacks what comes before {name}.",
+                    remedy="Restore it from a copy: without it the epochs after the checkpoint cannot be repeated.",
+                    path=name,
+                )
             data = self.store.get(name)
             checksum, _, body = data.partition(b"\n")
             if xxhash.xxh3_64_hexdigest(body).encode() != checksum:
@@ -409,7 +446,7 @@ class Runtime:
             case LogEpoch():
                 for source, r in command.record["ranges"].items():
                     self.ranges[command.epoch, source] = r
-                self._submit(self.planner, self._log_epoch, command)
+                self._submit(self.logger, self._log_epoch, command)
             case RunStage():
                 self._run_stage(command)
             case PublishEpoch():
@@ -434,7 +471,7 @@ class Runtime:
             case Fail():
                 self.error = raised(command.error)
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[Any], None], command: Any) -> None:
+    def _submit(self, pool: Executor, work: Callable[[Any], None], command: Any) -> None:
         def guarded() -> None:
             try:
                 work(command)
@@ -510,10 +547,21 @@ class Runtime:
         self.post(EpochPlanned(now, command.epoch, ranges, tuple(exhausted), self.wall_ms()))
 
     def _log_epoch(self, command: LogEpoch) -> None:
+        if self.log_ended:
+            return
+        self.log_ended = True  # unless this one gets there, those after it must not: the log would have a hole
         self.trip("before-log")
         body = json.dumps(command.record).encode()
         checksum = xxhash.xxh3_64_hexdigest(body).encode()
-        self.store.put(LOG_NAME.format(command.epoch), checksum + b"\n" + body)
+        name, data = LOG_NAME.format(command.epoch), checksum + b"\n" + body
+        # Created, never replaced: of two drivers that each believe the directory theirs, one gets no further than here.
+        if not self.store.put_if_absent(name, data) and self.store.get(name) != data:
+            raise CheckpointInUse(
+                f"epoch {command.epoch} was logged by another start of this job.",
+                remedy="See that only one is running, and start it again: it takes up what was logged.",
+                path=name,
+            )
+        self.log_ended = False
         self.trip("after-log")
         self.post(EpochLogged(self.clock(), command.epoch, command.attempt))
 
@@ -594,22 +642,27 @@ class Runtime:
         first, last = task.epoch_from, task.epoch_to
         meta = {"job": self.job_id, "stage": stage, "kind": task.kind, "epoch_from": first, "epoch_to": last}
         data = encode(meta, frame, slices_total=self.controller.routing.slices)
-        name = f"state/{stage}/{last:012d}-{uuid.uuid4().hex[:8]}.{task.kind}"
+        name = f"state/{stage}/{last:012d}-{self.unique()[:8]}.{task.kind}"
         self.merged.add(name)
         self.store.put(name, data)
         return DeltaFile(name, stage, task.kind, first, last, task.slices, frame.height, len(data), checksum(data))
 
     def _collect_garbage(self, command: CollectGarbage) -> None:
+        try:
+            self._forget()
+        except StoreAway:
+            return  # it will still be there at the next checkpoint
+        self.trip("after-garbage")
+
+    def _forget(self) -> None:
         """Forget what no recovery can need: the last few checkpoints stay, with the log after the oldest of them."""
-        for id, end in command.ends.items():
-            if id in self.plan.sources:
-                self.plan.sources[id].committed(end)
         names = sorted(self.store.list("manifests/"))
         keep, drop = names[-self.config.manifests_kept :], names[: -self.config.manifests_kept]
         for name in drop:
             self.store.delete(name)
         kept = [Manifest.from_bytes(self.store.get(name), name) for name in keep]
-        oldest = min(m.epoch for m in kept)
+        first = min(kept, key=lambda m: m.epoch)
+        oldest = first.epoch
         for name in self.store.list("log/"):
             if int(name.split("/")[-1].split(".")[0]) <= oldest:
                 self.store.delete(name)
@@ -620,7 +673,22 @@ class Runtime:
             # A newer file that no manifest names yet may belong to the checkpoint under way.
             if int(name.split("/")[-1].split("-")[0]) <= oldest:
                 self.store.delete(name)
-        self.trip("after-garbage")
+        # A damaged checkpoint sends the job back to an older one: what that would read again must not be forgotten.
+        for id, covered in first.sources.items():
+            if id in self.plan.sources and covered["offset"] is not None and self.covered.get(id) != covered["offset"]:
+                self.covered[id] = covered["offset"]
+                self.plan.sources[id].committed(covered["offset"])
+
+    def store_changed(self, away: bool, reason: str) -> None:
+        """The store tells, from whatever thread meets it first."""
+        if away:
+            self.away_notice = (
+                f"the checkpoint store does not answer ({reason}); epochs go on for up to "
+                f"{self.config.store_away_s:g} s, and what they give is published when it is back."
+            )
+        else:
+            self.away_notice = None
+        self.post(StoreChanged(self.clock(), away))
 
     # -- what is seen ----------------------------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ from penstock.state.store import Store
 from penstock.state.table import Fragment, KeyedTable
 
 DEAD_LETTERS = "__dead_letters"
+FLUSH_WAIT_S = 1.0
+"""A flush waits so long for deltas. A store that is away must not stand in the way of the next epoch."""
 DEAD_LETTERS_MAX = 10_000
 """Kept of each task and epoch when the flow has no sink for them; all are counted."""
 MANIFEST_NAME = "manifests/{:012d}.json"
@@ -209,6 +211,7 @@ class Worker:
             if not sealed:
                 self._seal(stage, spec, container)
             report.deltas = self._written(container, wait=True)
+            report.writing = bool(container.pending)
             report.state_rows = container.table.rows_live
             report.state_bytes = container.table.nbytes
         except PenstockError as error:
@@ -314,11 +317,17 @@ class Worker:
     def _written(self, container: Container, *, wait: bool) -> list[dict[str, Any]]:
         out = []
         left = []
+        deadline = time.monotonic() + FLUSH_WAIT_S
         for future in container.pending:
             if wait or future.done():
-                out.append(future.result())  # an error of the store surfaces here, in the next record
-            else:
-                left.append(future)
+                try:
+                    # An error of the store surfaces here, in the next record.
+                    out.append(future.result(max(0.0, deadline - time.monotonic())))
+                    continue
+                except TimeoutError:
+                    if future.done():
+                        raise  # the store's own
+            left.append(future)
         container.pending = left
         return out
 

@@ -44,7 +44,7 @@ class MemoryStore:
         self.items[name] = bytes(data)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        kept = bytes(data)
+        kept = bytes(bytearray(data))  # an object of its own, or who came second with the same one would win too
         return self.items.setdefault(name, kept) is kept
 
     def get(self, name: str) -> bytes:

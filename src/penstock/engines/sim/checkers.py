@@ -1,0 +1,249 @@
+"""What must hold whatever happens. Each checker hears of what the world does, and raises ``Violation`` at a wrong.
+
+Some things are wrong at once (two containers apply the same slice); some only show at the end, against the *oracle*:
+the same flow over the same epochs, with one container and no disturbance. The checkers know nothing of how faults are
+made, and the tests plant a bug for each of them to see that it is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+
+from penstock.control.controller import Controller
+from penstock.engines.task import Container
+from penstock.state.hashing import slice_of
+
+UNDO_MAX = 3
+"""Epochs that a table can go back to: the last checkpoint, the one being taken, and one that no task has heard of."""
+UNSWEPT_MAX = 2
+"""Checkpoints since garbage was last collected: the newest, and one whose collection waits behind it."""
+
+
+class Violation(BaseException):
+    """Something happened that must never happen. (No ``Exception``: the code under test catches those.)"""
+
+    def __init__(self, checker: str, message: str) -> None:
+        super().__init__(f"{checker}: {message}")
+        self.checker = checker
+        self.message = message
+
+
+def canonical(frame: pl.DataFrame) -> list[str]:
+    """The rows in an order of their own, to the last bit of every float."""
+    return sorted(map(repr, frame.rows()))
+
+
+@dataclass
+class ExactlyOnce:
+    """What is published of an epoch never changes, comes in order, and is in the end what the oracle publishes."""
+
+    name = "exactly-once"
+    rows: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+    """(sink, epoch) -> its rows"""
+    published: int = 0
+
+    def on_rows(self, sink: str, epoch: int, rows: list[str]) -> None:
+        known = self.rows.setdefault((sink, epoch), rows)
+        if known != rows:
+            raise Violation(self.name, f"epoch {epoch} of '{sink}' has other rows than before: {_differ(known, rows)}")
+
+    def on_published(self, epoch: int) -> None:
+        if epoch > self.published + 1:
+            raise Violation(self.name, f"epoch {epoch} is published after {self.published}")
+        self.published = max(self.published, epoch)
+
+    def at_end(self, oracle: Mapping[tuple[str, int], list[str]]) -> None:
+        for sink, epoch in sorted({*oracle, *self.rows}):
+            found, expected = self.rows.get((sink, epoch), []), oracle.get((sink, epoch), [])
+            if found != expected:
+                raise Violation(
+                    self.name, f"epoch {epoch} of '{sink}' is not as undisturbed: {_differ(expected, found)}"
+                )
+
+
+@dataclass
+class SingleOwner:
+    """A slice is applied by one container of an attempt, which holds the rows of its own slices and no others."""
+
+    name = "single-owner"
+    owners: dict[tuple[int, str, int, int], str] = field(default_factory=dict)
+    """(attempt, stage, epoch, slice) -> who applied it"""
+
+    def on_applied(self, attempt: int, epoch: int, who: str, held: Container, slices: int) -> None:
+        for number in held.slices:
+            key = (attempt, held.stage, epoch, number)
+            other = self.owners.setdefault(key, who)
+            if other != who:
+                raise Violation(
+                    self.name, f"slice {number} of '{held.stage}' in epoch {epoch} is applied by {other} and by {who}"
+                )
+        live = held.table.live_rows()
+        strange = set(slice_of(held.table.hashes(live), slices).tolist()) - held.slices
+        if strange:
+            raise Violation(self.name, f"{who} holds rows of slices {sorted(strange)}, and owns {sorted(held.slices)}")
+
+    def on_stage_done(self, attempt: int, epoch: int, stage: str, slices: int) -> None:
+        left = [s for s in range(slices) if (attempt, stage, epoch, s) not in self.owners]
+        if left:
+            raise Violation(self.name, f"nobody applied slices {left} of '{stage}' in epoch {epoch}")
+
+
+@dataclass
+class NoLostUpdate:
+    """Every row is read once, by an epoch that never changes; the state in the end is the oracle's."""
+
+    name = "no-lost-update"
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """epoch -> its record, as it was when it was first published"""
+
+    def on_run(self, epoch: int, record: dict[str, Any] | None, ahead: bool) -> None:
+        """``ahead``: the store is away, and the epoch may run before it is logged."""
+        if record is None and (not ahead or epoch in self.records):
+            raise Violation(self.name, f"epoch {epoch} runs, and nothing of it is in the log")
+        if record is not None:
+            self._compare(epoch, record, self.records.get(epoch, record))
+
+    def on_publish(self, epoch: int, record: dict[str, Any] | None) -> None:
+        if record is None:
+            raise Violation(self.name, f"epoch {epoch} is published, and nothing of it is in the log")
+        self._compare(epoch, record, self.records.setdefault(epoch, record))
+
+    def _compare(self, epoch: int, record: dict[str, Any], known: dict[str, Any]) -> None:
+        for part in ("ranges", "clock_ms", "final"):
+            if known[part] != record[part]:
+                raise Violation(self.name, f"epoch {epoch} had {part} {known[part]}, and now {record[part]}")
+
+    def at_end(
+        self, rows: Mapping[str, int], found: Mapping[str, pl.DataFrame], oracle: Mapping[str, pl.DataFrame]
+    ) -> None:
+        at = dict.fromkeys(rows, 0)
+        clock = 0
+        for epoch in sorted(self.records):
+            record = self.records[epoch]
+            for source, r in record["ranges"].items():
+                if r["start"]["row"] != at[source]:
+                    raise Violation(self.name, f"'{source}' goes on at {r['start']} in epoch {epoch}, not {at[source]}")
+                at[source] = r["end"]["row"]
+            if record["clock_ms"] < clock:
+                raise Violation(self.name, f"the clock went back in epoch {epoch}")
+            clock = record["clock_ms"]
+        if at != dict(rows):
+            raise Violation(self.name, f"{at} rows were read of {dict(rows)}")
+        for stage in sorted({*found, *oracle}):
+            mine, theirs = canonical(found[stage]), canonical(oracle[stage])
+            if mine != theirs:
+                raise Violation(self.name, f"the state of '{stage}' is not as undisturbed: {_differ(theirs, mine)}")
+
+
+@dataclass
+class BoundedGrowth:
+    """What is kept is what is still needed: files, log, shuffle outputs, and how to undo."""
+
+    name = "bounded-growth"
+    unswept: int = 0
+    """Checkpoints written since garbage was last collected."""
+    failures: int = 0
+    """Deaths and recoveries since then: each may cost a collection."""
+
+    def on_failure(self) -> None:
+        self.failures += 1
+
+    def on_checkpoint(self) -> None:
+        self.unswept += 1
+        if self.unswept > UNSWEPT_MAX + self.failures:
+            raise Violation(self.name, f"{self.unswept} checkpoints since garbage was collected")
+
+    def on_swept(self, names: Iterable[str], needed: Collection[str], oldest: int, kept: int) -> None:
+        """Garbage was collected. ``needed``: files of the checkpoints kept; ``oldest``: the first of them."""
+        self.unswept = self.failures = 0
+        manifests = 0
+        for name in names:
+            place, _, last = name.rpartition("/")
+            if place == "manifests":
+                manifests += 1
+            elif place == "log" and int(last.split(".")[0]) <= oldest:
+                raise Violation(self.name, f"{name} stays, and checkpoint {oldest} covers it")
+            elif name.startswith("state/") and name not in needed and int(last.split("-")[0]) <= oldest:
+                raise Violation(self.name, f"{name} stays, and no checkpoint needs it")
+        if manifests > kept:
+            raise Violation(self.name, f"{manifests} checkpoints stay, not {kept}")
+
+    def on_table(self, who: str, epochs: list[int]) -> None:
+        if len(epochs) > UNDO_MAX:
+            raise Violation(self.name, f"{who} keeps how to undo {epochs}")
+
+    def on_outputs(self, epochs: Collection[int], in_flight: int) -> None:
+        if len(epochs) > in_flight + 1:
+            raise Violation(self.name, f"shuffle outputs of epochs {sorted(epochs)} with {in_flight} in flight")
+
+
+@dataclass
+class Sound:
+    """The controller's and the tables' own invariants, after each step; and no error that nobody caused."""
+
+    name = "sound"
+
+    def on_step(self, controller: Controller) -> None:
+        try:
+            controller.validate()
+        except AssertionError as error:
+            raise Violation(self.name, str(error)) from error
+
+    def on_table(self, who: str, held: Container) -> None:
+        try:
+            held.table.validate()
+        except AssertionError as error:
+            raise Violation(self.name, f"the table of {who}: {error}") from error
+
+    def on_error(self, message: str, expected: bool) -> None:
+        if not expected:
+            raise Violation(self.name, f"the job ended with an error that no fault explains: {message}")
+
+
+@dataclass
+class Progress:
+    """Once faults have ended, the job completes, in time and without a failure."""
+
+    name = "progress"
+
+    def on_late(self, seconds: float) -> None:
+        raise Violation(self.name, f"the job has not completed {seconds:.0f} s after the last fault")
+
+    def on_error(self, message: str) -> None:
+        raise Violation(self.name, f"the job failed after the last fault: {message}")
+
+
+@dataclass
+class Checkers:
+    exactly_once: ExactlyOnce = field(default_factory=ExactlyOnce)
+    single_owner: SingleOwner = field(default_factory=SingleOwner)
+    no_lost_update: NoLostUpdate = field(default_factory=NoLostUpdate)
+    bounded_growth: BoundedGrowth = field(default_factory=BoundedGrowth)
+    sound: Sound = field(default_factory=Sound)
+    progress: Progress = field(default_factory=Progress)
+
+
+def _differ(expected: list[str], found: list[str]) -> str:
+    lacking = [row for row in expected if row not in found]
+    extra = [row for row in found if row not in expected]
+    parts = [f"{len(found)} rows, not {len(expected)}"]
+    parts += [f"lacks {lacking[0]}"] if lacking else []
+    parts += [f"has {extra[0]}"] if extra else []
+    return "; ".join(parts)
+
+
+__all__ = [
+    "BoundedGrowth",
+    "Checkers",
+    "ExactlyOnce",
+    "NoLostUpdate",
+    "Progress",
+    "SingleOwner",
+    "Sound",
+    "Violation",
+    "canonical",
+]

@@ -1,0 +1,419 @@
+"""The simulated cluster: nodes that hold workers, and an engine that runs the controller's jobs on them.
+
+It does what the Spark engine does, as far as the controller and the state can tell: a container runs in a worker
+process of its own on node ``container mod nodes``; the nodes are looked at anew at each attempt; what a stage leaves
+for the next lies on the node that made it, and is lost with it; one task that fails ends its job; and every job is
+answered. Tasks run the real ``Worker`` code. They take virtual time: a task's effects come at one instant of it, its
+answer later.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from penstock.control.events import (
+    Compact,
+    Event,
+    Flush,
+    Flushed,
+    RunStage,
+    StageDone,
+    StageFailed,
+    TaskReport,
+    WarmedUp,
+    WarmUp,
+)
+from penstock.control.routing import RoutingTable
+from penstock.engines.local import flush_specs, task_specs
+from penstock.engines.protocol import Post
+from penstock.engines.sim.checkers import Checkers
+from penstock.engines.sim.faults import Faults
+from penstock.engines.sim.outside import Outside
+from penstock.engines.sim.schedule import Schedule, SimPool
+from penstock.engines.task import TaskSpec, Worker
+from penstock.ids import Attempt, Epoch, StageId
+from penstock.plan import Plan
+from penstock.state.store import Store
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(TaskReport).decode
+
+
+class SimWorker(Worker):
+    """A worker process: the real thing, but for the thread that writes deltas. ``number`` tells processes apart."""
+
+    def __init__(self, number: int, pool: SimPool, plan: Plan, job_id: str, store: Store) -> None:
+        super().__init__(plan, job_id, store)
+        self.number = number
+        self.pool = pool
+        self.writer = pool  # type: ignore[assignment]
+
+
+class Node:
+    """A machine with worker processes. After a crash it is another: same number, nothing in it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.life = 0
+        """Counts its crashes."""
+        self.up = True
+        self.slow = 1.0
+        self.slots: dict[tuple[str, int], SimWorker] = {}
+
+    def crash(self) -> None:
+        self.up = False
+        self.life += 1
+        for worker in self.slots.values():
+            worker.pool.die()
+        self.slots.clear()
+
+    def __str__(self) -> str:
+        return f"node {self.number}"
+
+
+@dataclass
+class Cluster:
+    """What the engines of all drivers have in common: it outlives each of them."""
+
+    schedule: Schedule
+    random: random.Random
+    faults: Callable[[], Faults]
+    plan: Plan
+    store: Store
+    checkers: Checkers
+    outside: Outside
+    tell: Callable[[str, str], None]
+    record_of: Callable[[int], dict[str, Any] | None]
+    nodes: list[Node]
+    store_held: Callable[[], float] = lambda: 0.0
+    """For how long the store will not answer."""
+    workers: int = 0
+    """Worker processes started so far."""
+
+    def alive(self) -> list[Node]:
+        return [node for node in self.nodes if node.up]
+
+    def duration(self) -> float:
+        r = self.random
+        return r.uniform(0.003, 0.04) if r.random() < 0.9 else r.uniform(0.04, 0.3)
+
+    def write_delay(self) -> float:
+        slow = self.random.random() < self.faults().slow_write
+        return self.random.uniform(0.1, 1.5) if slow else self.random.uniform(0.0, 0.05)
+
+    def slot(self, node: Node, job_id: str, stage: str, index: int) -> SimWorker:
+        worker = node.slots.get((stage, index))
+        if worker is not None and self.random.random() < self.faults().lost_slot:
+            self.tell("fault", f"the worker of '{stage}' {index} on {node} is gone")
+            worker.pool.die()
+            worker = None
+        if worker is None:
+            self.workers += 1
+            pool = SimPool(self.schedule, self.write_delay, self.store_held)
+            worker = SimWorker(self.workers, pool, self.plan, job_id, self.store)
+            node.slots[stage, index] = worker
+        return worker
+
+
+@dataclass
+class JobRun:
+    """One job: all tasks of a (stage, epoch), or of a flush."""
+
+    epoch: int
+    stage: str
+    attempt: int
+    tasks: int
+    done: Callable[[tuple[TaskReport, ...]], Event]
+    over: bool = False
+    slices: int = 0
+    reports: dict[tuple[str, int], TaskReport] = field(default_factory=dict)
+    waiting: set[tuple[str, int]] = field(default_factory=set)
+    """Tasks that have not taken effect."""
+    zombies: dict[tuple[str, int], SimWorker] = field(default_factory=dict)
+    blobs: list[tuple[str, int, bytes, Node, int]] = field(default_factory=list)
+    """(stage, container, blob, where it lies, in which life of that node)"""
+
+    def __str__(self) -> str:
+        return f"'{self.stage}' of epoch {self.epoch} (attempt {self.attempt})"
+
+
+class SimEngine:
+    name = "sim"
+    spark = None
+
+    def __init__(self, cluster: Cluster, job_id: str, cores: int, in_flight: int) -> None:
+        self.cluster = cluster
+        self.job_id = job_id
+        self.cores = cores
+        self.in_flight = in_flight
+        self.post: Post = lambda event: None
+        self.gone = False
+        self.ahead: Callable[[int], bool] = lambda epoch: False
+        """May this epoch run before it is logged?"""
+        self.attempt = -1
+        self.nodes: list[Node] = []
+        self.running: list[JobRun] = []
+        self.outputs: dict[tuple[int, str], list[tuple[str, int, bytes, Node, int]]] = {}
+        for node in cluster.nodes:  # processes of an earlier driver are of no use to this one
+            node.slots.clear()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self, post: Post) -> None:
+        self.post = post
+        self.nodes = self.cluster.alive()
+
+    def stop(self) -> None:
+        self.vanish()
+
+    def vanish(self) -> None:
+        """The driver is gone. Its tasks end with it, or go on for a while without knowing."""
+        self.gone = True
+        for job in self.running:
+            self._abandon(job)
+        self.running.clear()
+        if self.cluster.random.random() >= self.cluster.faults().zombie:
+            for node in self.cluster.nodes:
+                for worker in node.slots.values():
+                    worker.pool.die()
+
+    def _answer(self, event: Callable[[], Event]) -> None:
+        """Post, after a while, once or twice."""
+        if self.gone:
+            return
+        r, faults = self.cluster.random, self.cluster.faults()
+
+        def deliver() -> None:
+            if not self.gone:
+                self.post(event())
+
+        late = r.uniform(0.1, 1.0) if r.random() < faults.slow_answer else r.uniform(0.0, 0.01)
+        self.cluster.schedule.after(late, deliver)
+        if r.random() < faults.duplicate:
+            self.cluster.schedule.after(late + r.expovariate(r.choice([2.0, 50.0])), deliver)
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def run_stage(self, command: RunStage, routing: RoutingTable, splits: list[dict[str, Any]]) -> None:
+        self._new_attempt(command.attempt)
+        c = self.cluster
+        specs = task_specs(command, c.plan, routing, splits, "dead_letter")
+
+        def done(reports: tuple[TaskReport, ...]) -> Event:
+            return StageDone(c.schedule.now, command.epoch, command.stage, command.attempt, reports, 1.0)
+
+        job = JobRun(command.epoch, command.stage, command.attempt, len(specs), done)
+        self._launch(job, specs, self._run_task)
+
+    def flush(self, command: Flush, routing: RoutingTable) -> None:
+        c = self.cluster
+        specs = flush_specs(command, c.plan, routing)
+
+        def done(reports: tuple[TaskReport, ...]) -> Event:
+            return Flushed(c.schedule.now, command.epoch, command.attempt, reports)
+
+        job = JobRun(command.epoch, "flush", command.attempt, len(specs), done)
+        self._launch(job, specs, self._flush_task)
+
+    def prepare(self, routing: RoutingTable) -> None:
+        pass
+
+    def warm_up(self, command: WarmUp) -> None:
+        c = self.cluster
+        c.schedule.after(
+            c.duration() * 3,
+            lambda: self._answer(lambda: WarmedUp(c.schedule.now, command.stage, command.instances)),
+        )
+
+    def compact(self, command: Compact, run: Callable[[], Event]) -> None:
+        def work() -> None:
+            if not self.gone:
+                event = run()
+                self._answer(lambda: event)
+
+        self.cluster.schedule.after(self.cluster.duration() * 5, work)
+
+    def cancel(self) -> None:
+        for job in list(self.running):
+            self._fail(job, "cancelled", 0.0)
+
+    def release(self, epoch: int) -> None:
+        self.outputs = {k: v for k, v in self.outputs.items() if k[0] > epoch}
+
+    def node_of(self, container: int) -> str:
+        return str(self.nodes[container % len(self.nodes)])
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    def _new_attempt(self, attempt: int) -> None:
+        if attempt != self.attempt:
+            self.attempt = attempt
+            self.outputs.clear()
+            self.nodes = self.cluster.alive()
+
+    def _launch(
+        self, job: JobRun, specs: list[TaskSpec], run: Callable[[JobRun, TaskSpec, Node, SimWorker], TaskReport]
+    ) -> None:
+        c = self.cluster
+        self.running.append(job)
+        job.waiting = {(s.stage, s.index) for s in specs}
+        if not specs:
+            self._complete(job)
+        for spec in specs:
+            node = self.nodes[spec.index % len(self.nodes)]
+            whole = c.duration() * node.slow
+            effect = whole * c.random.random()
+            self._later(job, spec, node, node.life, effect, whole - effect, run)
+
+    def _later(
+        self,
+        job: JobRun,
+        spec: TaskSpec,
+        node: Node,
+        life: int,
+        effect: float,
+        rest: float,
+        run: Callable[[JobRun, TaskSpec, Node, SimWorker], TaskReport],
+    ) -> None:
+        c = self.cluster
+        key = (spec.stage, spec.index)
+
+        def act() -> None:
+            if job.stage == "flush" and not job.over and (held := c.store_held()) > 0:
+                c.schedule.after(held, act)
+                return
+            if job.over:
+                worker = job.zombies.pop(key, None)
+                if worker is not None:
+                    self._haunt(job, spec, node, worker, run)
+                return
+            if node.life != life or not node.up:
+                self._fail(job, f"{node} is lost", c.random.uniform(0.02, 0.5))
+                return
+            job.waiting.discard(key)
+            if c.random.random() < c.faults().lost_task:
+                self._fail(job, f"the task of '{spec.stage}' {spec.index} ended without a result", 0.05)
+                return
+            try:
+                report = run(job, spec, node, c.slot(node, self.job_id, *key))
+            except (OSError, MemoryError) as error:
+                self._fail(job, repr(error), 0.01)
+                return
+            c.schedule.after(rest, lambda: end(_decode(_encode(report))))
+
+        def end(report: TaskReport) -> None:
+            if job.over:
+                return
+            if node.life != life:
+                self._fail(job, f"{node} is lost, and a result with it", c.random.uniform(0.02, 0.5))
+                return
+            report.node = str(node)
+            job.reports[key] = report
+            if len(job.reports) == job.tasks:
+                self._complete(job)
+
+        c.schedule.after(effect, act)
+
+    def _complete(self, job: JobRun) -> None:
+        c = self.cluster
+        job.over = True
+        self.running.remove(job)
+        self.outputs[job.epoch, job.stage] = job.blobs
+        reports = tuple(job.reports[k] for k in sorted(job.reports))
+        if job.stage != "flush":
+            stage = c.plan.by_id[StageId(job.stage)]
+            whole = not any(r.missing or r.error for r in reports)
+            if stage.stateful and whole and job.slices:
+                c.checkers.single_owner.on_stage_done(job.attempt, job.epoch, job.stage, job.slices)
+            c.checkers.bounded_growth.on_outputs({e for e, s in self.outputs if s != "flush"}, self.in_flight)
+        c.tell("job", f"{job} done")
+        self._answer(lambda: job.done(reports))
+
+    def _fail(self, job: JobRun, reason: str, notice: float) -> None:
+        """The whole job fails, and is answered once that has been noticed."""
+        if job.over:
+            return
+        self._abandon(job)
+        self.running.remove(job)
+        c = self.cluster
+        c.tell("job", f"{job} failed: {reason}")
+        names = Epoch(job.epoch), StageId(job.stage), Attempt(job.attempt)
+        event = lambda: StageFailed(c.schedule.now, *names, reason)  # noqa: E731
+        c.schedule.after(notice, lambda: self._answer(event))
+
+    def _abandon(self, job: JobRun) -> None:
+        """Tasks under way are killed, their processes with them; or they go on, unseen, in processes left alone."""
+        job.over = True
+        c = self.cluster
+        for key in sorted(job.waiting):
+            node = self.nodes[key[1] % len(self.nodes)]
+            if key not in node.slots:
+                continue
+            if c.random.random() < c.faults().zombie:
+                job.zombies[key] = node.slots.pop(key)
+            elif c.random.random() < 0.5:
+                node.slots.pop(key).pool.die()
+
+    def _haunt(
+        self,
+        job: JobRun,
+        spec: TaskSpec,
+        node: Node,
+        worker: SimWorker,
+        run: Callable[[JobRun, TaskSpec, Node, SimWorker], TaskReport],
+    ) -> None:
+        if not node.up:
+            return
+        self.cluster.tell("fault", f"a zombie runs '{spec.stage}' {spec.index} of {job}")
+        self.cluster.outside.zombie = True
+        try:
+            run(job, spec, node, worker)
+        except OSError:
+            pass
+        finally:
+            self.cluster.outside.zombie = False
+
+    # -- tasks -------------------------------------------------------------------------------------------------------
+
+    def _run_task(self, job: JobRun, spec: TaskSpec, node: Node, worker: SimWorker) -> TaskReport:
+        c = self.cluster
+        stage = c.plan.by_id[StageId(spec.stage)]
+        if not c.outside.zombie:
+            c.checkers.no_lost_update.on_run(spec.epoch, c.record_of(spec.epoch), self.ahead(spec.epoch))
+        blobs = self._fetch(spec, [e.upstream for e in stage.ins])
+        report, out = worker.run(spec, blobs)
+        job.slices = spec.slices
+        for (target, container), blob in out.items():
+            job.blobs.append((target, container, blob, node, node.life))
+        if stage.stateful and not report.missing and report.error is None:
+            who = f"'{spec.stage}' {spec.index} on {node} (life {node.life}, process {worker.number})"
+            held = worker.containers[spec.stage, spec.index]
+            c.checkers.single_owner.on_applied(spec.attempt, spec.epoch, who, held, spec.slices)
+            c.checkers.bounded_growth.on_table(who, held.table.epochs())
+            c.checkers.sound.on_table(who, held)
+        return report
+
+    def _fetch(self, spec: TaskSpec, upstream: list[StageId]) -> list[bytes]:
+        """What other tasks sent to this one, in any order."""
+        blobs = []
+        for up in dict.fromkeys(upstream):
+            if (spec.epoch, up) not in self.outputs:
+                raise OSError(f"the output of '{up}' is gone")
+            for target, container, blob, node, life in self.outputs[spec.epoch, up]:
+                if (target, container) == (spec.stage, spec.index):
+                    if node.life != life:
+                        raise OSError(f"the output of '{up}' was on {node}, which is lost")
+                    blobs.append(blob)
+        self.cluster.random.shuffle(blobs)
+        return blobs
+
+    def _flush_task(self, job: JobRun, spec: TaskSpec, node: Node, worker: SimWorker) -> TaskReport:
+        return worker.flush(spec)
+
+
+__all__ = ["Cluster", "JobRun", "Node", "SimEngine", "SimWorker"]

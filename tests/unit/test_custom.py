@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "lateness without time": (NoEvent, {"lateness": "1s"}, "lateness and hold mean something only with event time"),
     "negative lateness": (Expiring, {"on": "at", "lateness": -1}, "lateness cannot be negative"),
     "no on_batch": (NoBatch, {}, "NoBatch does not define on_batch"),
-    "time for batches": (Sums, {"on": "at"}, "are for operators on events"),
+    "lateness without time for batches": (Sums, {"lateness": "1s"}, "mean something only with event time"),
     "batch without key": (Sums, {"schema": {"n": int}}, "must have the key column 'k'"),
     "batch state called new": (NewColumn, {}, "cannot be called 'new'"),
 }
@@ -547,6 +547,26 @@ def test_rows_of_a_batch_come_in_order_of_their_keys() -> None:
     custom = Batched("op", ["k"], Gives(backwards), frame.schema, pl.Schema({"k": pl.String(), "n": pl.Int64()}))
     out = apply(custom, frame).frame
     assert out[ORDER].is_sorted() and out[ORDER].to_list() == hash_columns(out, ["k"]).tolist()
+
+
+class Behind(ps.BatchOperator):
+    """How far behind the watermark at it each row is."""
+
+    def on_batch(self, batch: ps.Batch, state: ps.State) -> pl.DataFrame:
+        assert batch.watermarks is not None and batch.clock.tzinfo is not None
+        behind = (batch.watermarks - batch["at"].astype("datetime64[us]")) / np.timedelta64(1, "s")
+        return batch.frame.select("k", behind=behind)
+
+
+def test_a_batch_has_the_watermark_at_each_row_whatever_the_cut() -> None:
+    start = datetime(2026, 1, 1)
+    seconds = [0, 10, 4, 20, 11, None]
+    rows = {"k": list("abaabb"), "at": [None if s is None else start + timedelta(seconds=s) for s in seconds]}
+    frame = pl.DataFrame(rows, schema={"k": pl.String(), "at": pl.Datetime("us")})
+    flow = flow_of(Behind(), frame, {"k": str, "behind": float}, on="at", lateness="3s")
+    run = testing.assert_any_cut(flow, epoch_rows=(1, 2, 10))
+    assert sorted(run.sinks["out"].rows()) == [("a", -3.0), ("a", -3.0), ("a", 3.0), ("b", -3.0), ("b", 6.0)]
+    assert run.dead_letters["reason"].to_list() == ["no time in column 'at'"]
 
 
 def test_an_operator_that_forgets_its_state_is_found_out_by_cutting() -> None:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,6 +41,7 @@ import polars as pl
 from penstock.errors import FlowError
 from penstock.operators.base import (
     HASH,
+    NEVER,
     ORDER,
     Applied,
     Arrival,
@@ -48,9 +50,10 @@ from penstock.operators.base import (
     Tick,
     in_order,
 )
-from penstock.operators.custom import build_custom, group_by_key
+from penstock.operators.custom import MARK, build_custom, check_time, group_by_key, in_time_order, with_times
 from penstock.operators.event_time import Duration
 from penstock.operators.statelayout import MsgspecCodec, type_name
+from penstock.operators.statelib import from_us
 from penstock.operators.steps import user_code_error
 from penstock.state.hashing import hash_columns
 from penstock.state.table import KeyedTable, TableSpec, ValueType, numeric, objects
@@ -103,7 +106,14 @@ def column(kind: Any, default: Any = None) -> Any:
 class Batch:
     """The rows of an epoch, grouped by key; those of one key in source order."""
 
-    def __init__(self, frame: pl.DataFrame, keys: pl.DataFrame, starts: np.ndarray) -> None:
+    def __init__(
+        self,
+        frame: pl.DataFrame,
+        keys: pl.DataFrame,
+        starts: np.ndarray,
+        watermarks: np.ndarray | None = None,
+        clock_ms: int = 0,
+    ) -> None:
         self.frame = frame
         """The rows."""
         self.keys = keys
@@ -112,6 +122,15 @@ class Batch:
         """Where the rows of each key begin."""
         self.counts: np.ndarray = np.diff(starts, append=frame.height)
         """How many rows each key has."""
+        self.watermarks = watermarks
+        """With ``process(..., on=column)``: the watermark at each row, as datetime64[us]; NaT where nothing is known
+        yet. It depends on the input alone."""
+        self._clock_ms = clock_ms
+
+    @property
+    def clock(self) -> datetime:
+        """The clock when this epoch was planned, in UTC: logged, so a replay sees the same; but it shows the cut."""
+        return from_us(self._clock_ms * 1000, UTC)
 
     def __len__(self) -> int:
         return self.frame.height
@@ -264,9 +283,22 @@ class Batched(KeyedOperator):
     """Runs a user's ``BatchOperator``."""
 
     def __init__(
-        self, id: str, key: Sequence[str], operator: BatchOperator, schema: pl.Schema, output: pl.Schema
+        self,
+        id: str,
+        key: Sequence[str],
+        operator: BatchOperator,
+        schema: pl.Schema,
+        output: pl.Schema,
+        *,
+        on: str | None = None,
+        lateness_us: int = 0,
+        hold_us: int = 0,
     ) -> None:
         self.id = id
+        self.on = on
+        self.timed = on is not None
+        self.lateness_us = lateness_us
+        self.hold_us = hold_us
         self.key = tuple(key)
         self.operator = operator
         self.schema = schema
@@ -318,16 +350,20 @@ class Batched(KeyedOperator):
         return TableSpec(key, {f"__s.{name}": c.value_type() for name, c in self.columns.items()})
 
     def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
-        return Prepared(frame)
+        return (
+            Prepared(frame) if self.on is None else with_times(self.id, frame, self.on, self.lateness_us, from_source)
+        )
 
     def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied:
         arrivals = [a for a in arrivals if a.frame.height]
         if not arrivals:
             return Applied(pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}))
-        frame, starts = group_by_key(in_order(arrivals).sort(HASH, maintain_order=True), self.key)
+        ordered = in_time_order(arrivals, tick, self.lateness_us) if self.timed else in_order(arrivals)
+        frame, starts = group_by_key(ordered.sort(HASH, maintain_order=True), self.key)
         hashes = frame[HASH].to_numpy()
+        marks = frame[MARK].to_numpy() if self.timed else None
         frame = frame.select(self.schema.names())
-        batch = Batch(frame, frame.select(self.key)[starts], starts)
+        batch = Batch(frame, frame.select(self.key)[starts], starts, _as_times(marks), tick.clock_ms)
         new = np.ones(len(starts), dtype=np.bool_)
         columns: dict[str, np.ndarray] = {}
         if table is not None:
@@ -401,13 +437,14 @@ def build_operator(
         operator = operator()
     if not isinstance(operator, BatchOperator):
         return build_custom(id, key, operator, schema, output, on=on, lateness=lateness, hold=hold)
-    if on is not None or lateness != 0 or hold != 0:
-        raise FlowError(
-            f"operator '{id}': on=, lateness= and hold= are for operators on events.",
-            remedy="Derive from ps.Operator, which has timers and expiry; or leave them out.",
-            operator=id,
-        )
-    return Batched(id, key, operator, schema, output)
+    lateness_us, hold_us = check_time(id, on, lateness, hold, schema)
+    return Batched(id, key, operator, schema, output, on=on, lateness_us=lateness_us, hold_us=hold_us)
+
+
+def _as_times(marks: np.ndarray | None) -> np.ndarray | None:
+    if marks is None:
+        return None
+    return np.where(marks == NEVER, np.datetime64("NaT", "us"), marks.astype("datetime64[us]"))
 
 
 __all__ = [

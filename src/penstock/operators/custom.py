@@ -64,7 +64,7 @@ from penstock.operators.statelib import Cell, Time, Timers, from_us
 from penstock.operators.steps import show, user_code_error
 from penstock.state.table import KeyedTable, TableSpec, ValueType, numeric, objects
 
-_AT, _MARK = "__at", "__mark"
+_AT, MARK = "__at", "__mark"
 _WAKE, _TIMERS = "__wake", "__timers"
 
 
@@ -356,17 +356,9 @@ class Custom(KeyedOperator):
     # -- before the exchange -----------------------------------------------------------------------------------------
 
     def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
-        if self.on is None:
-            return Prepared(frame)
-        frame, times, dead = timed_rows(self.id, frame, self.on)
-        if not len(times):
-            marks = times
-        elif from_source:
-            marks = row_watermarks(frame, times, self.lateness_us)
-        else:
-            marks = np.full(len(times), NEVER, dtype=np.int64)
-        frame = frame.with_columns(pl.Series(_AT, times, dtype=pl.Int64), pl.Series(_MARK, marks, dtype=pl.Int64))
-        return Prepared(frame, int(times.max()) if len(times) else None, dead=dead)
+        return (
+            Prepared(frame) if self.on is None else with_times(self.id, frame, self.on, self.lateness_us, from_source)
+        )
 
     # -- in the container --------------------------------------------------------------------------------------------
 
@@ -386,19 +378,8 @@ class Custom(KeyedOperator):
         """All rows by the hash of their key; those of one key in source order."""
         if not arrivals:
             return None
-        if self.timed:
-            arrivals = [self._marked(a, tick) for a in arrivals]
-        frame = in_order(arrivals)
-        if self.timed and not all(a.from_source for a in arrivals):
-            frame = frame.sort(_AT, maintain_order=True)
+        frame = in_time_order(arrivals, tick, self.lateness_us) if self.timed else in_order(arrivals)
         return frame.sort(HASH, maintain_order=True)
-
-    def _marked(self, a: Arrival, tick: Tick) -> Arrival:
-        """With the watermark at each row, now that it is known what the splits before have seen."""
-        own = pl.col(_MARK) if a.from_source else pl.col(_AT) - self.lateness_us
-        floor = max(a.watermark if a.from_source else NEVER, tick.watermark_before)
-        frame = a.frame.with_columns(pl.max_horizontal(own, pl.lit(floor, pl.Int64)).alias(_MARK))
-        return Arrival(frame, a.origin, a.index, a.from_source, a.watermark, a.port)
 
     def made(self) -> tuple[Any, dict[str, Layout]]:
         """The class of its events and the layouts of its states, made once in each process."""
@@ -422,6 +403,31 @@ class Custom(KeyedOperator):
 
     def describe(self) -> str:
         return type(self.operator).__name__
+
+
+def with_times(id: str, frame: pl.DataFrame, on: str, lateness_us: int, from_source: bool) -> Prepared:
+    """Each row with its time and, as far as its split tells, the watermark at it."""
+    frame, times, dead = timed_rows(id, frame, on)
+    if not len(times):
+        marks = times
+    elif from_source:
+        marks = row_watermarks(frame, times, lateness_us)
+    else:
+        marks = np.full(len(times), NEVER, dtype=np.int64)
+    frame = frame.with_columns(pl.Series(_AT, times, dtype=pl.Int64), pl.Series(MARK, marks, dtype=pl.Int64))
+    return Prepared(frame, int(times.max()) if len(times) else None, dead=dead)
+
+
+def in_time_order(arrivals: Sequence[Arrival], tick: Tick, lateness_us: int) -> pl.DataFrame:
+    """All rows in order, with the watermark at each, now that it is known what the splits before have seen."""
+    marked = []
+    for a in arrivals:
+        own = pl.col(MARK) if a.from_source else pl.col(_AT) - lateness_us
+        floor = max(a.watermark if a.from_source else NEVER, tick.watermark_before)
+        frame = a.frame.with_columns(pl.max_horizontal(own, pl.lit(floor, pl.Int64)).alias(MARK))
+        marked.append(Arrival(frame, a.origin, a.index, a.from_source, a.watermark, a.port))
+    frame = in_order(marked)
+    return frame if all(a.from_source for a in arrivals) else frame.sort(_AT, maintain_order=True)
 
 
 def build_custom(
@@ -451,6 +457,12 @@ def build_custom(
             remedy="Derive a class from ps.Operator and pass an instance of it.",
             operator=id,
         )
+    lateness_us, hold_us = check_time(id, on, lateness, hold, schema)
+    return Custom(id, key, operator, schema, output, on=on, lateness_us=lateness_us, hold_us=hold_us)
+
+
+def check_time(id: str, on: str | None, lateness: Duration, hold: Duration, schema: pl.Schema) -> tuple[int, int]:
+    """Lateness and hold in microseconds; refuses what cannot be."""
     lateness_us, hold_us = _span(id, lateness, "lateness"), _span(id, hold, "hold")
     if on is None and (lateness_us or hold_us):
         raise FlowError(
@@ -458,12 +470,8 @@ def build_custom(
             remedy="Say which column is the time: process(..., on='ts').",
             operator=id,
         )
-    if on is not None:
-        check_time(id, on, schema)
-    return Custom(id, key, operator, schema, output, on=on, lateness_us=lateness_us, hold_us=hold_us)
-
-
-def check_time(id: str, on: str, schema: pl.Schema) -> None:
+    if on is None:
+        return 0, 0
     if on not in schema:
         raise FlowError(
             f"operator '{id}': there is no column '{on}'.",
@@ -476,6 +484,7 @@ def check_time(id: str, on: str, schema: pl.Schema) -> None:
             remedy=f"Convert it, for example pl.from_epoch('{on}', time_unit='s').",
             operator=id,
         )
+    return lateness_us, hold_us
 
 
 def _span(id: str, value: Duration, what: str) -> int:
@@ -630,7 +639,7 @@ class _Run:
         sizes = np.diff(starts, append=frame.height).tolist()
         events = self.custom.events(frame)
         if self.custom.timed:
-            moments = zip(frame[_AT].to_list(), frame[_MARK].to_list(), strict=True)
+            moments = zip(frame[_AT].to_list(), frame[MARK].to_list(), strict=True)
             self._run_timed(key_values(keys), sizes, events, moments)
         else:
             self._run_plain(key_values(keys), sizes, events)

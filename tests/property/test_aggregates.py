@@ -303,7 +303,7 @@ def expected(frame: pl.DataFrame, names: Sequence[str], windowed: bool) -> dict[
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(60)
+@examples(25)
 def test_running(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame, names, sink = some_input(r, count), choose(r, list(EVERY)), MemorySink()
@@ -312,7 +312,7 @@ def test_running(seed: int, count: int) -> None:
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(60)
+@examples(25)
 def test_tumbling(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame, names, sink = some_input(r, count), choose(r, list(EVERY)), MemorySink()
@@ -322,7 +322,7 @@ def test_tumbling(seed: int, count: int) -> None:
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(50)
+@examples(25)
 def test_hopping_windows_of_several_panes(seed: int, count: int) -> None:
     """Against an uncut run, to the last bit; what does not depend on order also against the oracle."""
     r = random.Random(seed)
@@ -344,7 +344,7 @@ def test_hopping_windows_of_several_panes(seed: int, count: int) -> None:
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(30)
+@examples(20)
 def test_a_restore_in_the_middle(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame, names = some_input(r, count), choose(r, list(EVERY))

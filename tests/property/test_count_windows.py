@@ -57,7 +57,7 @@ def oracle(
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(60)
+@examples(25)
 def test_the_last_rows_are_those_of_rows_taken_one_by_one(seed: int, count: int) -> None:
     r = random.Random(seed)
     rows = [

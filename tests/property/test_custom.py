@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import polars as pl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
@@ -28,17 +28,13 @@ from penstock.operators.batch import Batch
 from penstock.operators.custom import Custom
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.table import KeyedTable
+from tests.property.cuts import examples
 
-THOROUGH = settings.get_current_profile_name() == "thorough"
 SEEDS = st.integers(0, 2**32 - 1)
 COUNTS = st.integers(1, 60)
 EPOCH = datetime(1970, 1, 1)
 START = datetime(2026, 1, 1)
 SLICES = 8
-
-
-def examples(count: int) -> settings:
-    return settings(max_examples=2_000 if THOROUGH else count, deadline=None)
 
 
 # -- a user's operator that does everything ---------------------------------------------------------------------------
@@ -483,7 +479,7 @@ OUT = pl.Schema({"k": pl.String(), "id": pl.Int64(), "saw": pl.String()})
 
 
 @given(SEEDS, COUNTS)
-@examples(60)
+@examples(25)
 def test_every_structure_timer_and_expiry_is_as_in_plain_python_row_by_row(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame = some_rows(r, count)
@@ -501,7 +497,7 @@ def test_every_structure_timer_and_expiry_is_as_in_plain_python_row_by_row(seed:
 
 
 @given(SEEDS, COUNTS)
-@examples(20)
+@examples(12)
 def test_keys_with_nothing_left_are_forgotten(seed: int, count: int) -> None:
     """At the end of time the states that expire have; a key has a row exactly if one of the others holds something."""
     r = random.Random(seed)
@@ -522,7 +518,7 @@ def test_keys_with_nothing_left_are_forgotten(seed: int, count: int) -> None:
 
 
 @given(SEEDS, COUNTS)
-@examples(12)
+@examples(10)
 def test_the_same_through_a_flow(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame = some_rows(r, count)
@@ -559,7 +555,7 @@ class Alarm(ps.Operator):
 
 
 @given(SEEDS, COUNTS)
-@examples(12)
+@examples(10)
 def test_timers_after_windows_do_not_show_the_cut(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame = some_rows(r, count)
@@ -613,7 +609,7 @@ class Smooth(ps.BatchOperator):
 
 
 @given(SEEDS, st.integers(2, 200))
-@examples(40)
+@examples(20)
 def test_a_scan_is_a_loop_over_events(seed: int, count: int) -> None:
     r = random.Random(seed)
     keys = [r.choice("aaaaabcdefghijklmnopqrstuvwxyzäöüßéèçñ0123456789") for _ in range(count)]
@@ -645,7 +641,7 @@ SMOOTH = {"k": pl.String(), "n": pl.Int64(), "mean": pl.Float64(), "gap": pl.Flo
 
 
 @given(SEEDS, st.integers(2, 30))
-@examples(12)
+@examples(10)
 def test_a_batch_operator_is_independent_of_cuts_and_restores(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame = pl.DataFrame({"k": [r.choice("abc") for _ in range(count)], "x": [r.uniform(0, 9) for _ in range(count)]})
@@ -677,7 +673,7 @@ def add(word: str, n: int, total: ps.Value[int], emit: ps.Emit) -> None:
 
 
 @given(SEEDS, COUNTS, st.booleans())
-@examples(15)
+@examples(10)
 def test_map_reduce_is_a_loop(seed: int, count: int, combined: bool) -> None:
     r = random.Random(seed)
     lines = [" ".join(r.choice("abcde") for _ in range(r.randint(0, 4))) for _ in range(count)]

@@ -14,7 +14,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import polars as pl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
@@ -23,20 +23,16 @@ from penstock.operators.base import DUE, FOREVER, HASH, NEVER, ORDER, Arrival, T
 from penstock.operators.joins import LifetimeJoin, Shape
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.table import KeyedTable
+from tests.property.cuts import examples
 
-THOROUGH = settings.get_current_profile_name() == "thorough"
 SEEDS = st.integers(0, 2**32 - 1)
 COUNTS = st.integers(0, 30)
 SLICES = 8
 EPOCH = datetime(1970, 1, 1)
 
 
-def examples(count: int) -> settings:
-    return settings(max_examples=2_000 if THOROUGH else count)
-
-
 def plain(value: Any) -> Any:
-    """Equal exactly when the bits are: all NaN are one, -0.0 is not 0.0."""
+    """As text, equal exactly when the bits are: all NaN are one, -0.0 is not 0.0."""
     if isinstance(value, float):
         return "nan" if value != value else repr(value)
     return repr(value)
@@ -364,7 +360,7 @@ def some_join(r: random.Random, keys: Sequence[str], shapes: tuple[Shape, Shape]
 
 
 @given(seed=SEEDS, lefts=COUNTS, rights=COUNTS)
-@examples(150)
+@examples(60)
 def test_a_join_is_the_pairs_that_overlap(seed: int, lefts: int, rights: int) -> None:
     r = random.Random(seed)
     keys = r.choice(KEYS)
@@ -380,7 +376,7 @@ def test_a_join_is_the_pairs_that_overlap(seed: int, lefts: int, rights: int) ->
 
 
 @given(seed=SEEDS, lefts=COUNTS, rights=COUNTS)
-@examples(40)
+@examples(20)
 def test_the_rows_of_an_epoch_do_not_depend_on_the_parallelism(seed: int, lefts: int, rights: int) -> None:
     r = random.Random(seed)
     keys = r.choice(KEYS)
@@ -416,7 +412,7 @@ def cut_rows(r: random.Random, frame: pl.DataFrame) -> testing.RowsSource:
 
 
 @given(seed=SEEDS, lefts=st.integers(1, 30), rights=st.integers(1, 30))
-@examples(25)
+@examples(15)
 def test_a_flow_joins_the_same(seed: int, lefts: int, rights: int) -> None:
     """Two sources that are cut each in its own way, on the engine."""
     r = random.Random(seed)
@@ -436,7 +432,7 @@ def test_a_flow_joins_the_same(seed: int, lefts: int, rights: int) -> None:
 
 
 @given(seed=SEEDS, lefts=st.integers(1, 40), rights=st.integers(1, 40))
-@examples(20)
+@examples(12)
 def test_windows_after_a_join_lose_nothing(seed: int, lefts: int, rights: int) -> None:
     """``hold_us``: no output lies further behind than windows downstream are told to expect."""
     r = random.Random(seed)

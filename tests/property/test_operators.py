@@ -107,7 +107,7 @@ IN_ORDER: dict[str, ps.Aggregate] = {"seen": ps.count("x"), "total": ps.sum("x")
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(60)
+@examples(25)
 def test_running_aggregates_end_at_the_same_values_to_the_last_bit(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame, key = some_input(r, count)
@@ -161,7 +161,7 @@ def ranking(frame: pl.DataFrame, group: Sequence[str]) -> dict[Any, list[tuple[A
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(40)
+@examples(20)
 def test_the_greatest_events_of_each_key(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame, key = some_input(r, count)
@@ -185,7 +185,7 @@ def test_the_greatest_events_of_each_key(seed: int, count: int) -> None:
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(40)
+@examples(20)
 def test_a_ranking_of_running_aggregates(seed: int, count: int) -> None:
     """Values rise and fall; the last ranking is that of the last values."""
     r = random.Random(seed)
@@ -253,7 +253,7 @@ def folded_by_hand(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(40)
+@examples(20)
 def test_a_custom_operator_sees_each_keys_events_in_source_order(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame, key = some_input(r, count)
@@ -294,7 +294,7 @@ TAGGED = {"who": str, "chain": int, "seen": str, "total": float}
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(25)
+@examples(15)
 def test_order_survives_a_second_exchange(seed: int, count: int) -> None:
     """Aggregate, then a diamond, then an order-sensitive operator under another key, with the epochs given.
 
@@ -334,7 +334,7 @@ def test_order_survives_a_second_exchange(seed: int, count: int) -> None:
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(25)
+@examples(15)
 def test_a_diamond_restores_source_order(seed: int, count: int) -> None:
     """Rows that took different ways within a stage come together in the order the source gave them."""
     r = random.Random(seed)

@@ -120,7 +120,7 @@ def got(sink: MemorySink, names: list[str]) -> dict[Any, tuple[Any, ...]]:
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(60)
+@examples(25)
 def test_sessions_are_those_of_rows_taken_one_by_one(seed: int, count: int) -> None:
     r = random.Random(seed)
     tangled = r.random() < 0.3
@@ -158,7 +158,7 @@ def _sorted(rows: list[dict[str, Any]]) -> list[str]:
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(30)
+@examples(20)
 def test_updates_end_with_the_newest_session_of_each_key(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame = some_rows(r, count)

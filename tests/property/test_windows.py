@@ -171,7 +171,7 @@ def emitted(sink: MemorySink, key: Sequence[str], names: Sequence[str]) -> dict[
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(60)
+@examples(25)
 def test_a_window_holds_exactly_its_rows_however_the_input_is_cut(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame, key = some_input(r, count)
@@ -215,7 +215,7 @@ def as_text(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(40)
+@examples(20)
 def test_the_last_update_of_a_window_is_its_result(seed: int, count: int) -> None:
     r = random.Random(seed)
     frame, key = some_input(r, count)
@@ -245,7 +245,7 @@ def test_the_last_update_of_a_window_is_its_result(seed: int, count: int) -> Non
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(25)
+@examples(15)
 def test_of_several_sources_each_has_its_own_watermark(seed: int, count: int) -> None:
     """A row is late by the rows before it in its own source, however far the other one is; the slower one closes."""
     r = random.Random(seed)
@@ -281,7 +281,7 @@ def test_of_several_sources_each_has_its_own_watermark(seed: int, count: int) ->
 
 
 @given(seed=SEEDS, count=COUNTS)
-@examples(25)
+@examples(15)
 def test_the_best_of_each_window(seed: int, count: int) -> None:
     """A window's rows all come in one epoch, wherever its keys live."""
     r = random.Random(seed)

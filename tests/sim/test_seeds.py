@@ -18,7 +18,7 @@ SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", "400"))
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seed is two or three driver starts, a recovery or two and six epochs, in a mess of its own. More: `make sim`."""
+    """A seed is two or three driver starts, a recovery or two and six epochs, each in a mess. More: `make sim`."""
     monkeypatch.setenv("POLARS_MAX_THREADS", "1")
     campaign = Campaign()
     for _ in campaign.run(range(SEEDS), jobs=os.cpu_count() or 1):

@@ -41,6 +41,7 @@ SUMMARY = "Cost of an event as state grows: tweet similarity (linear in the wind
 MODULE = "benchmarks.similarity"
 DATA = "PENSTOCK_DATA"
 TWEETS = "tweets.csv.gz"
+ROUNDS = 2
 LOCATIONS = 32
 WORDS_PER_TWEET = 12
 TWEET_VOCABULARY = 20_000
@@ -53,7 +54,7 @@ SCHEMA = {"location": pl.String(), "i": pl.Int64(), "other": pl.Int64(), "shared
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
     """See README.md. Quick: windows half as long, fewer events, no top words, one round."""
-    rounds = 1 if quick else 2
+    rounds = 1 if quick else ROUNDS
     window, batch, batches = (WINDOW // 2, 2_000, 3) if quick else (WINDOW, 8_000, 6)
     keys, words, count = (30_000, 100_000, 8) if quick else (common.VOCABULARY, 500_000, 20)
     with common.workplace() as place:

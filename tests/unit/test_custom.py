@@ -150,6 +150,14 @@ class NewColumn(Sums):
     new = ps.column(int)
 
 
+class BatchArguments(ps.BatchOperator):
+    def __init__(self, needed: int) -> None:
+        self.needed = needed
+
+    def on_batch(self, batch: ps.Batch, state: ps.State) -> None:
+        return None
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no on_event": (NoEvent, {}, "NoEvent does not define on_event"),
     "too few parameters": (TooFew, {}, "on_event must take at least key and event"),
@@ -171,6 +179,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "negative lateness": (Expiring, {"on": "at", "lateness": -1}, "lateness cannot be negative"),
     "no on_batch": (NoBatch, {}, "NoBatch does not define on_batch"),
     "lateness without time for batches": (Sums, {"lateness": "1s"}, "mean something only with event time"),
+    "a batch class with arguments": (BatchArguments, {}, "BatchArguments cannot be made without arguments"),
     "batch without key": (Sums, {"schema": {"n": int}}, "must have the key column 'k'"),
     "batch state called new": (NewColumn, {}, "cannot be called 'new'"),
 }

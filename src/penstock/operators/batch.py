@@ -50,7 +50,15 @@ from penstock.operators.base import (
     Tick,
     in_order,
 )
-from penstock.operators.custom import MARK, build_custom, check_time, group_by_key, in_time_order, with_times
+from penstock.operators.custom import (
+    MARK,
+    build_custom,
+    check_time,
+    group_by_key,
+    in_time_order,
+    instance,
+    with_times,
+)
 from penstock.operators.event_time import Duration
 from penstock.operators.statelayout import MsgspecCodec, type_name
 from penstock.operators.statelib import from_us
@@ -433,8 +441,7 @@ def build_operator(
     hold: Duration = 0,
 ) -> KeyedOperator:
     """What ``KeyedStream.process`` adds to the flow: for events, or for batches."""
-    if isinstance(operator, type) and issubclass(operator, BatchOperator):
-        operator = operator()
+    operator = instance(id, operator)
     if not isinstance(operator, BatchOperator):
         return build_custom(id, key, operator, schema, output, on=on, lateness=lateness, hold=hold)
     lateness_us, hold_us = check_time(id, on, lateness, hold, schema)

@@ -405,6 +405,20 @@ class Custom(KeyedOperator):
         return type(self.operator).__name__
 
 
+def instance(id: str, operator: Any) -> Any:
+    """An operator that was given as its class, made."""
+    if not isinstance(operator, type):
+        return operator
+    try:
+        return operator()
+    except TypeError as error:
+        raise FlowError(
+            f"operator '{id}': {operator.__name__} cannot be made without arguments: {error}.",
+            remedy=f"Pass an instance of it: {operator.__name__}(...).",
+            operator=id,
+        ) from None
+
+
 def with_times(id: str, frame: pl.DataFrame, on: str, lateness_us: int, from_source: bool) -> Prepared:
     """Each row with its time and, as far as its split tells, the watermark at it."""
     frame, times, dead = timed_rows(id, frame, on)
@@ -442,15 +456,6 @@ def build_custom(
     hold: Duration = 0,
 ) -> KeyedOperator:
     """What ``KeyedStream.process`` adds to the flow, checked."""
-    if isinstance(operator, type) and issubclass(operator, Operator):
-        try:
-            operator = operator()
-        except TypeError as error:
-            raise FlowError(
-                f"operator '{id}': {operator.__name__} cannot be made without arguments: {error}.",
-                remedy=f"Pass an instance of it: {operator.__name__}(...).",
-                operator=id,
-            ) from None
     if not isinstance(operator, Operator):
         raise FlowError(
             f"operator '{id}': {type(operator).__name__} is not a ps.Operator.",

@@ -110,6 +110,25 @@ def coarser(cut: dict[str, Any], rows: int) -> dict[str, Any]:
     return {**cut, "epoch_rows": max(cut["epoch_rows"], rows // 20)} if cut else {}
 
 
+# --- C13: top-K frequent words ---------------------------------------------------------------------------------------
+
+
+def test_top_words(load: Load, cut: dict[str, Any]) -> None:
+    module = load("top_words")
+    found = testing.collect(module.flow, "out", **cut)
+    lines = source_of(module, "lines").iter_rows(named=True)
+    rows = [{"ts": row["ts"], "word": w} for row in lines for w in row["line"].split(" ") if len(w) > 3]
+    wanted = query(
+        hops("ts", "'30s'", "'15s'", 2, "'5s'")
+        + """, counts as (select word, window_end, count(*) as n from hops group by all)
+        select * from (
+            select *, row_number() over (partition by window_end order by n desc, word) as rank from counts
+        ) where rank <= 3""",
+        events=pl.DataFrame(rows),
+    )
+    equal(found.with_columns(pl.col("rank").cast(pl.Int64)), wanted)
+
+
 # --- T12: top-K and distinct count of URLs ---------------------------------------------------------------------------
 
 

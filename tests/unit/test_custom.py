@@ -558,6 +558,16 @@ def test_rows_of_a_batch_come_in_order_of_their_keys() -> None:
     assert out[ORDER].is_sorted() and out[ORDER].to_list() == hash_columns(out, ["k"]).tolist()
 
 
+class Hoards(ps.Operator):
+    def on_event(self, key: str, event: ps.Event, held: ps.Map[str, object], emit: ps.Emit) -> None:
+        held["function"] = len
+
+
+def test_something_that_cannot_be_stored_deep_in_a_state_is_told_in_words() -> None:
+    with pytest.raises(UserCodeError, match="a state holds a builtin_function_or_method, which cannot be stored"):
+        testing.run(flow_of(Hoards()))
+
+
 class Behind(ps.BatchOperator):
     """How far behind the watermark at it each row is."""
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from penstock.errors import FlowError
+from penstock.errors import FlowError, UserCodeError
 from penstock.operators.statelib import (
     Cell,
     CountWindow,
@@ -37,6 +37,15 @@ from penstock.operators.statelib import (
 from penstock.state.table import KeyedTable, ValueType, numeric, objects
 
 
+def _refuse(value: Any) -> Any:
+    raise UserCodeError(
+        f"a state holds a {type(value).__name__}, which cannot be stored: {value!r:.100}.",
+        remedy="Keep builtins, dataclasses, msgspec.Structs, datetimes, or containers of these; nothing of this epoch "
+        "was written.",
+        cause=f"cannot store {type(value).__name__}",
+    )
+
+
 class MsgspecCodec:
     """Objects of one declared type, as MessagePack; with a form to put them into before and after, where needed."""
 
@@ -46,7 +55,7 @@ class MsgspecCodec:
     def __init__(
         self, kind: Any, outwards: Callable[[Any], Any] | None = None, inwards: Callable[[Any], Any] | None = None
     ) -> None:
-        encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+        encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_refuse).encode
         decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(kind).decode
         self.encode = encode if outwards is None else lambda value: encode(outwards(value))
         self.decode = decode if inwards is None else lambda data: inwards(decode(data))

@@ -1,13 +1,20 @@
-"""What checkpoints cost: in throughput, and in bytes for each key that was touched.
+"""What checkpoints cost: in throughput, in bytes for each key that was touched, and in the time of single epochs.
 
-Two questions. Does a job that checkpoints every two seconds run as fast as one that never does? And is a delta as large
-as what changed, and not as large as the state? For the second, 300,000 keys are loaded; then every epoch has as many
-rows as there are keys, but all of them on a given share of the keys, and checkpoints follow one another at once.
+Three questions. Does a job that checkpoints every two seconds run as fast as one that never does?
+
+Is a delta as large as what changed, and not as large as the state? For this, 300,000 keys are loaded; then every epoch
+has as many rows as there are keys, but all of them on a given share of the keys, and checkpoints follow one another at
+once.
+
+And does anyone notice a checkpoint being taken? For this, after ChronoStream's comparison, states of several sizes are
+checkpointed every two seconds, once as we do it, deltas in the background, and once as a synchronous snapshot of
+everything, in the same engine: the average epoch, and the worst one.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +27,7 @@ from benchmarks import common, words
 from benchmarks.common import Figures, Row
 from penstock.connectors.generator import make_vocabulary
 
-SUMMARY = "What checkpoints cost: throughput with and without, and bytes of delta by keys touched."
+SUMMARY = "What checkpoints cost: throughput with and without, bytes by keys touched, the worst epoch by size of state."
 
 MODULE = "benchmarks.checkpoint"
 BATCH_WORDS = 500_000
@@ -28,14 +35,26 @@ KEYS = common.VOCABULARY
 SHARES_PCT = (1, 5, 20, 100)
 NEVER_S = 86_400.0
 EPOCHS_EACH = 4
+STATES_MB = (128, 256, 512, 1024, 2048)
+BYTES_PER_KEY = 62
+"""Of ``JobStatus.state_bytes``, for these keys with a count. The size that a run had is in its rows."""
+EPOCH_ROWS = 200_000
+SYNC, ASYNC = "penstock_full_snapshots", "penstock_deltas_async"
 
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
-    """See README.md. Quick: 12 epochs and one round for the throughput, each share of the keys once."""
+    """See README.md. Quick: 12 epochs and one round for the throughput, each share of the keys once, 128 and 256 MB."""
     batches, rounds, repeats = (12, 1, 1) if quick else (80, 4, 5)
     with common.workplace() as place:
         rows = throughput(place, batches, rounds)
         deltas = delta_sizes(place / "deltas", repeats)
+    epochs: list[Row] = []
+    series: list[dict[str, Any]] = []
+    for state_mb in STATES_MB[:2] if quick else STATES_MB:
+        with common.workplace() as place:
+            found = epoch_times(place, state_mb, 24 if quick else 60, 1 if quick else 3)
+        series += [{key: row[key] for key in ("contender", "state_mb", "round", "epoch_ms")} for row in found]
+        epochs += [{key: value for key, value in row.items() if key != "epoch_ms"} for row in found]
     per_key = {f"bytes_per_touched_key_{p}pct": _median(deltas, "bytes_per_touched_key", p) for p in SHARES_PCT}
     known = [value for value in per_key.values() if value]
     _, r2 = common.line([r["touched_keys"] for r in deltas], [r["delta_bytes"] for r in deltas])
@@ -44,11 +63,14 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
         **per_key,
         "delta_linear_r2": common.rounded(r2),
         "bytes_per_key_spread": common.rounded(max(known) / min(known)) if known else None,
+        **epoch_ratios(epochs),
     }
     notes = [
         "checkpoint_2s_vs_none is of throughput: 1.0 means that checkpoints are free.",
         "bytes_per_key_spread: the largest bytes_per_touched_key by the smallest; 1.0 is exactly proportional.",
         "Merging of deltas was put off in the second part, so that each file is one checkpoint's.",
+        "worst_vs_average: the worst epoch by the average one, of those after the load and a quarter of the rest; the "
+        "median over the rounds, of the size of state where it is largest. full_...: with synchronous full snapshots.",
     ]
 
     def draw(path: Path) -> None:
@@ -57,7 +79,7 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
         bars = [{"label": f"{p} %", "value": _median(deltas, "delta_bytes", p) or 0.0} for p in SHARES_PCT]
         plot_bars(bars, path, f"Size of a delta by share of {KEYS:,} keys touched", "bytes")
 
-    return common.finish("checkpoint", [*rows, *deltas], ratios, notes, out, draw)
+    return common.finish("checkpoint", [*rows, *deltas, *epochs], ratios, notes, out, draw, series=series)
 
 
 def _median(rows: Sequence[Row], figure: str, share: int) -> float | None:
@@ -199,7 +221,122 @@ def deltas_on_disk(checkpoint: Path) -> list[dict[str, int]]:
     return sorted(found, key=json.dumps)
 
 
+# --- single epochs ------------------------------------------------------------------------------------------------
+
+
+def epoch_times(place: Path, state_mb: int, epochs: int, rounds: int) -> list[Row]:
+    """The same state and the same epochs, checkpointed in the two ways."""
+    keys = state_mb * 1_000_000 // BYTES_PER_KEY
+    truth = write_growth(place / "in", keys, epochs)
+    load = -(-keys // EPOCH_ROWS)
+
+    def one(contender: str, number: int) -> Figures:
+        work = place / "work"
+        args = {"input": str(place / "in"), "work": str(work), "load": load, "epochs": epochs}
+        figures = common.run_contender(MODULE, contender, args, work, seconds_max=2 * common.CONTENDER_S_MAX)
+        common.check_counts(pl.read_parquet(work / "counts" / "*.parquet"), truth, contender)
+        shutil.rmtree(work, ignore_errors=True)
+        return figures
+
+    return common.in_turn([ASYNC, SYNC], rounds, one, state_mb=state_mb)
+
+
+def write_growth(folder: Path, keys: int, epochs: int, *, rows: int = EPOCH_ROWS, seed: int = 9) -> pl.DataFrame:
+    """Files, one for an epoch: first every key once, then random keys of all. Gives the true counts: word, n."""
+    folder.mkdir(parents=True)
+    common.note(f"writing {keys:,} keys and {epochs} epochs")
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(keys)
+    batches = [order[first : first + rows] for first in range(0, keys, rows)]
+    batches += [rng.integers(0, keys, rows) for _ in range(epochs)]
+    counts = np.zeros(keys, dtype=np.int64)
+    for number, batch in enumerate(batches):
+        common.write_batch(_names(batch), folder, number)
+        counts += np.bincount(batch, minlength=keys)
+    return _names(np.arange(keys)).with_columns(n=pl.Series(counts)).sort("word")
+
+
+def _names(numbers: np.ndarray[Any, Any]) -> pl.DataFrame:
+    return pl.DataFrame({"word": "user-" + pl.Series(numbers).cast(pl.String).str.zfill(10)})
+
+
+def epoch_figures(epoch_ms: Sequence[float], load: int) -> Figures:
+    """``epoch_ms``: of all epochs in order. Those that load the state, and a quarter of the rest, are warm-up."""
+    rest = list(epoch_ms[load:])
+    measured = rest[common.warm_up(len(rest)) :]
+    average, worst = statistics.fmean(measured), max(measured)
+    return {
+        "epoch_ms_average": common.rounded(average),
+        "epoch_ms_p99": common.rounded(common.percentile(measured, 0.99)),
+        "epoch_ms_worst": common.rounded(worst),
+        "worst_vs_average": common.rounded(worst / average),
+        "p99_vs_average": common.rounded(common.percentile(measured, 0.99) / average),
+    }
+
+
+def epoch_ratios(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Medians over the rounds for each size, and as the headline that of the size where it is largest."""
+    found: dict[str, float | None] = {}
+    for contender, prefix in ((ASYNC, ""), (SYNC, "full_")):
+        of_size = {
+            size: statistics.median(
+                row["worst_vs_average"] for row in rows if (row["contender"], row["state_mb"]) == (contender, size)
+            )
+            for size in dict.fromkeys(row["state_mb"] for row in rows if row["contender"] == contender)
+        }
+        found[f"{prefix}worst_vs_average"] = common.rounded(max(of_size.values())) if of_size else None
+        found |= {f"{prefix}worst_vs_average_{size}mb": common.rounded(value) for size, value in of_size.items()}
+    for size in dict.fromkeys(row["state_mb"] for row in rows):
+        for figure in ("average", "worst"):
+            name = f"{figure}_epoch_vs_full_{size}mb"
+            found[name] = common.ratio(rows, f"epoch_ms_{figure}", ASYNC, SYNC, state_mb=size)
+    return found
+
+
+def _growing(args: dict[str, Any], how: str) -> Iterator[Figures]:
+    import penstock as ps
+
+    work = Path(args["work"])
+    flow = ps.Flow("growth")
+    source = flow.source("lines", ps.files(f"{args['input']}/*.parquet"))
+    source.key_by("word").aggregate(words.OPERATOR, n=ps.count()).sink("out", ps.discard())
+    job = ps.run(
+        flow,
+        master=common.MASTER,
+        epoch_rows=EPOCH_ROWS,
+        checkpoint=str(work / "checkpoint"),
+        checkpoint_interval_s=2.0,
+        checkpoints=how,
+        spark={"spark.driver.memory": common.DRIVER_MEMORY, "spark.local.dir": str(work / "spark")},
+    )
+    job.wait()
+    status = job.status()
+    history = [entry for entry in status.history if entry["rows"]]
+    epochs = args["load"] + args["epochs"]
+    assert len(history) == epochs, f"{len(history)} epochs of {epochs}"
+    times = [entry["ms"] for entry in history]
+    yield {
+        **epoch_figures(times, args["load"]),
+        "state_bytes": status.state_bytes,
+        "state_rows": status.state_rows,
+        "checkpoints": status.checkpoints,
+        "epoch_ms": times,
+    }
+    (work / "counts").mkdir()
+    words.final_counts(work / "checkpoint").write_parquet(work / "counts" / "part.parquet")
+
+
+def penstock_deltas_async(args: dict[str, Any]) -> Iterator[Figures]:
+    return _growing(args, "delta")
+
+
+def penstock_full_snapshots(args: dict[str, Any]) -> Iterator[Figures]:
+    return _growing(args, "full")
+
+
 CONTENDERS: dict[str, common.Contender] = {
+    ASYNC: penstock_deltas_async,
+    SYNC: penstock_full_snapshots,
     "penstock_2s": penstock_2s,
     "penstock_none": penstock_none,
     "penstock_deltas": penstock_deltas,

@@ -17,12 +17,15 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -267,6 +270,345 @@ class _Signals:
         # What goes wrong in stopping is the job's failure, and ``wait`` raises that to the one who watches.
         with contextlib.suppress(Exception):
             self._job.stop()
+
+
+# --- a running job, from another process ---------------------------------------------------------------------------
+
+_JOB_HELP = "Its name, its id, its process number or its checkpoint directory."
+
+
+def _examples(*lines: str) -> str:
+    """Examples below a command's help. Only an empty line keeps two of them apart there."""
+    return "Examples:\n\n" + "\n\n".join(lines)
+
+
+def _remote(job: str) -> Any:
+    from penstock.engines.control import RemoteJob, find_job
+
+    notes = Console(stderr=True)
+    return RemoteJob(find_job(job, note=lambda text: notes.print(f"note: {escape(text)}", soft_wrap=True)))
+
+
+@app.command(epilog=_examples("penstock status", "penstock status top-words --watch", "penstock status state/ --json"))
+def status(
+    job: str | None = typer.Argument(None, metavar="[JOB]", help=_JOB_HELP + " Without one: lists all."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON; with --watch one line a second."),
+    watching: bool = typer.Option(False, "--watch", help="Follow the job until it ends; Ctrl-C ends the watching."),
+    plain: bool = typer.Option(False, "--plain", help="With --watch: plain lines, even in a terminal."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Show what a running job does: phase, epoch, rates, checkpoint, nodes, moves. Asks; changes nothing."""
+    with _manners(verbose):
+        if job is None:
+            if watching:
+                raise ConfigError("--watch needs the job to watch.", remedy="penstock status lists those that run.")
+            _print_jobs(as_json)
+            return
+        remote = _remote(job)
+        if watching:
+            from penstock.observe.live import view_for, watch
+
+            console = Console()
+            with contextlib.suppress(KeyboardInterrupt):  # the watching ends, the job goes on
+                watch(remote, view_for(console, plain=plain, as_json=as_json), console)
+            return
+        seen = remote.status()
+        about = remote.contact.public()
+        if as_json:
+            print(json.dumps({**seen.to_dict(), "about": about}))
+            return
+        from penstock.observe.report import status_lines
+
+        print("\n".join(status_lines(seen, about)))
+
+
+def _print_jobs(as_json: bool) -> None:
+    from penstock.engines.control import RemoteJob, running_jobs
+    from penstock.observe.live import duration_text, short
+    from penstock.observe.report import columns
+
+    listing = running_jobs()
+    notes = Console(stderr=True)
+    for note in listing.notes:
+        notes.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
+    jobs = []
+    for contact in listing.jobs:
+        entry: dict[str, Any] = {**contact.public(), "phase": "on another machine" if contact.elsewhere() else ""}
+        if not contact.elsewhere():
+            try:
+                seen = RemoteJob(contact, answer_s=5.0).status()
+                entry |= {
+                    "phase": seen.phase,
+                    "epoch": seen.epoch,
+                    "rows_s": seen.rows_s,
+                    "uptime_s": seen.uptime_s,
+                }
+            except PenstockError as error:
+                entry["phase"] = "does not answer"
+                notes.print(f"note: {escape(str(error))}", highlight=False, soft_wrap=True)
+        jobs.append(entry)
+    if as_json:
+        print(json.dumps(jobs))
+        return
+    if not jobs:
+        print("No job of yours is running on this machine.")
+        return
+    rows = [
+        (
+            e["name"],
+            e["job_id"] or "-",
+            str(e["pid"]),
+            e["phase"],
+            str(e.get("epoch", "-")),
+            short(e.get("rows_s", 0.0)),
+            duration_text(e.get("uptime_s", 0.0)),
+            e["checkpoint"] or "-",
+        )
+        for e in jobs
+    ]
+    print("\n".join(columns(("job", "id", "process", "phase", "epoch", "rows/s", "up", "checkpoint"), rows)))
+
+
+@app.command(
+    epilog=_examples(
+        "penstock scale top-words --nodes +1",
+        "penstock scale top-words --remove node-3 --dry-run",
+        "penstock scale top-words --stage counts=4 --stage top=2",
+        "penstock scale top-words --cores node-1=2",
+    )
+)
+def scale(
+    job: str = typer.Argument(..., metavar="JOB", help=_JOB_HELP),
+    nodes: str | None = typer.Option(None, metavar="+N|-N", help="So many nodes more or fewer."),
+    remove: list[str] = typer.Option([], metavar="NODE", help="This node leaves; may be repeated."),
+    stage: list[str] = typer.Option([], metavar="STAGE=N", help="Instances of a stage; may be repeated."),
+    cores: list[str] = typer.Option([], metavar="NODE=N", help="Cores that the job uses of a node; may be repeated."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Say what would change, and change nothing."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Change the size of a running job: nodes, instances of a stage, or cores of a node."""
+    with _manners(verbose):
+        from penstock.engines.control import parse_counts
+
+        if sum(map(bool, (nodes, remove, stage, cores))) != 1:
+            raise ConfigError(
+                "scale needs exactly one of --nodes, --remove, --stage and --cores.",
+                remedy="For example: penstock scale JOB --nodes +1",
+            )
+        asked: dict[str, Any] = {"dry_run": dry_run}
+        if nodes:
+            asked["nodes"] = _signed(nodes)
+        if remove:
+            asked["remove"] = remove
+        if stage:
+            asked["stages"] = parse_counts(stage, "--stage")
+        if cores:
+            asked["cores"] = parse_counts(cores, "--cores")
+        print(_remote(job).change("scale", **asked))
+
+
+def _signed(text: str) -> int:
+    """A bare number could be a difference or a size, so it must say which."""
+    if text[:1] in ("+", "-") and text[1:].isdecimal():
+        return int(text)
+    raise ConfigError(f"--nodes {text}: neither +N nor -N.", remedy="For example: --nodes +1, or --nodes -1")
+
+
+@app.command(epilog=_examples("penstock migrate top-words counts 3,5,8-12 --to 1"))
+def migrate(
+    job: str = typer.Argument(..., metavar="JOB", help=_JOB_HELP),
+    stage: str = typer.Argument(..., metavar="STAGE", help="The stage, or an operator in it."),
+    slices: str = typer.Argument(..., metavar="SLICES", help="Which slices, as in 3,5,8-12."),
+    to: int = typer.Option(..., metavar="CONTAINER", min=0, help="The container that shall own them."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Move slices of a stage to another container while the job runs."""
+    with _manners(verbose):
+        from penstock.engines.control import parse_slices
+
+        chosen = parse_slices(slices)
+        print(_remote(job).change("migrate", stage=stage, slices=chosen, container=to))
+
+
+@app.command(epilog=_examples("penstock rebalance top-words"))
+def rebalance(
+    job: str = typer.Argument(..., metavar="JOB", help=_JOB_HELP),
+    cancel: bool = typer.Option(False, "--cancel", help="Cancel the moves under way instead."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Even out the load of a running job's containers by moving slices."""
+    with _manners(verbose):
+        print(_remote(job).change("cancel" if cancel else "rebalance"))
+
+
+@app.command(epilog=_examples("penstock stop top-words", "penstock stop state/ --wait"))
+def stop(
+    job: str = typer.Argument(..., metavar="JOB", help=_JOB_HELP),
+    wait: bool = typer.Option(False, "--wait", help="Return when it has stopped."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Stop a running job in good order: finish the epochs under way, take a checkpoint, end."""
+    with _manners(verbose):
+        remote = _remote(job)
+        said = remote.stop()
+        if not wait:
+            print(said)
+            return
+        remote.wait()
+        seen = remote.status()
+        print(f"{seen.job} {seen.phase} after epoch {seen.epoch}.")
+
+
+# --- the journal ---------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=_examples(
+        "penstock journal state/ --incident",
+        "penstock journal state/ --since 10m",
+        "penstock journal s3://bucket/state --epoch 120..140",
+        "penstock journal state/ --replay",
+    )
+)
+def journal(
+    place: str = typer.Argument(..., metavar="PLACE", help="The checkpoint directory of a job, running or not."),
+    last: int | None = typer.Option(None, min=1, metavar="N", help="The last N lines (default: 40)."),
+    since: str | None = typer.Option(None, metavar="TIME", help="What happened in the last 30s, 10m, 2h or 1d."),
+    epoch: str | None = typer.Option(None, metavar="A..B", help="What happened around these epochs."),
+    incident: bool = typer.Option(False, "--incident", help="The last incident: from a failure to progress again."),
+    number: int | None = typer.Argument(None, metavar="N", min=1, help="With --incident: another than the last."),
+    follow: bool = typer.Option(False, "--follow", help="Go on as the job does, until Ctrl-C."),
+    as_json: bool = typer.Option(False, "--json", help="Every record as it is, one line of JSON each."),
+    replaying: bool = typer.Option(False, "--replay", help="Play it through the controller and compare each step."),
+    everything: bool = typer.Option(False, "--all", help="Every event and command, the routine too."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Tell what happened to a job, why, and what was done about it. Reads; changes nothing."""
+    with _manners(verbose):
+        from penstock.observe.journal import read_history
+        from penstock.observe.story import Wanted, as_text, newest
+
+        if number is not None and not incident:
+            raise ConfigError(f"the number {number} says nothing here.", remedy="It belongs to --incident.")
+        chosen = sum(x is not None and x is not False for x in (since, epoch, incident))
+        if chosen > 1:
+            raise ConfigError("--since, --epoch and --incident exclude each other.", remedy="Use one of them.")
+        store = _journal_store(place)
+        if replaying:
+            history = read_history(store)
+            _say_damaged(history.damaged)
+            _print_replay(history, as_json)
+            return
+        last = last if last is not None or chosen else 40
+        wanted = Wanted(
+            last,
+            None if since is None else int((time.time() - _seconds(since)) * 1000),
+            None if epoch is None else _epoch_range(epoch),
+            (number or 0) if incident else None,
+            everything or as_json,
+        )
+        history, lines = newest(store, wanted)
+        _say_damaged(history.damaged)
+        shown = wanted.choose(lines)
+        if incident and not shown:
+            what = f"no incident {number}" if number else "no incident"
+            print(f"There is {what} on record.", file=sys.stderr)
+        if as_json:
+            # In the order of lines, each record once: a record may have several lines.
+            steps = list(dict.fromkeys((line.start, line.step) for line in replace(wanted, last=None).choose(lines)))
+            records = {(record.start, record.step): record for record in history}
+            for step in steps[-last:] if last is not None else steps:
+                print(json.dumps({"start": step[0], **records[step].raw}))
+        else:
+            for text in as_text(shown):
+                print(text)
+        if follow:
+            with contextlib.suppress(KeyboardInterrupt):
+                _follow_journal(store, history, everything, as_json)
+
+
+def _journal_store(place: str) -> Any:
+    """The store at ``place``, once it is sure that a job has kept a journal there."""
+    from penstock.connectors.store import FsspecStore, local_path
+    from penstock.observe.journal import segments
+
+    root = local_path(place)
+    if root is not None and not os.path.isdir(root):
+        raise ConfigError(f"{place}: there is no such directory.", remedy="Give a job's checkpoint directory.")
+    store = FsspecStore(place)
+    if not segments(store):
+        if not store.exists("job.json"):
+            raise ConfigError(f"{place}: no job has kept its state here.", remedy="Give a job's checkpoint directory.")
+        raise ConfigError(
+            f"{place}: there is no journal here yet.",
+            remedy="A job writes it half a second after its start, unless journal_mb is 0.",
+        )
+    return store
+
+
+def _say_damaged(damaged: Sequence[str]) -> None:
+    for text in damaged:
+        Console(stderr=True).print(f"note: skipped {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"--since {text}: not a length of time.", remedy="For example 30s, 10m, 2h or 1d.")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]]
+
+
+def _epoch_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text.strip())
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise ConfigError(f"--epoch {text}: not a range of epochs.", remedy="For example 120 or 120..140.")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _print_replay(history: Any, as_json: bool) -> None:
+    from penstock.observe.journal import replay
+
+    found = replay(history)
+    difference = found.difference.lines() if found.difference is not None else []
+    if as_json:
+        keys = {"steps": found.steps, "same": found.same, "skipped": found.skipped, "difference": difference}
+        print(json.dumps(keys))
+    else:
+        if found.skipped:
+            begin = f"; it begins at step {found.first[1]} of start {found.first[0]}" if found.first else ""
+            print(f"{found.skipped} steps cannot be played: what led to them is no longer on record{begin}.")
+        for version in found.written_by:
+            print(f"Part of it was written by Penstock {version}, whose controller may have decided otherwise.")
+        same = f"{found.steps} steps, all the same." if found.same else f"Different at the {found.steps}th step played:"
+        print("\n".join([same, *difference]))
+    if not found.same:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _follow_journal(store: Any, history: Any, everything: bool, as_json: bool) -> None:
+    from penstock.observe.journal import read_history, segments
+    from penstock.observe.story import Teller, as_text, incidents, tell
+
+    seen = set(segments(store))
+    tellers = {}
+    for run in history.runs:
+        tellers[run.start] = Teller(run, max(incidents(tell(history)), default=0), everything)
+        for record in run.records:
+            tellers[run.start].tell(record)
+    while True:
+        time.sleep(0.5)
+        new = [name for name in segments(store) if name not in seen]
+        seen |= set(new)
+        part = read_history(store, new)
+        _say_damaged(part.damaged)
+        for run in part.runs:
+            teller = tellers.setdefault(run.start, Teller(run, 0, everything))
+            for record in run.records:
+                if as_json:
+                    print(json.dumps({"start": record.start, **record.raw}), flush=True)
+                    continue
+                for text in list(as_text(teller.tell(record)))[1:]:
+                    print(text, flush=True)
 
 
 # --- finding the flow ---------------------------------------------------------------------------------------------
@@ -651,6 +993,8 @@ def _leave_at_once(code: int) -> None:
     """Ends the process now. Threads that wait for Spark would otherwise hold it; its JVM ends with our pipe to it."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if (control := sys.modules.get("penstock.engines.control")) is not None:
+        control.close_all()  # os._exit asks nobody
     os._exit(code)
 
 

@@ -107,6 +107,20 @@ def _one_of(*choices: str) -> Rule:
     return Rule("one of " + ", ".join(f'"{choice}"' for choice in choices) + ", or none", check, parse)
 
 
+def _flag() -> Rule:
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise _Wrong
+        return value
+
+    def parse(text: str) -> bool | None:
+        return words.get(text.strip().lower())  # anything else is none, and that the check refuses
+
+    return Rule("true or false", check, parse)
+
+
 def _spark_conf() -> Rule:
     def check(value: Any) -> dict[str, str]:
         if not isinstance(value, Mapping):
@@ -120,12 +134,28 @@ def _spark_conf() -> Rule:
         return conf
 
     def parse(text: str) -> dict[str, str]:
-        pairs = [part.partition("=") for part in text.split(";") if part.strip()]
-        if any(not equals for _, equals, _ in pairs):
-            raise ValueError(text)
-        return {key.strip(): value.strip() for key, _, value in pairs}
+        return {key.strip(): value.strip() for key, value in _split_pairs(text)}
 
     return Rule('Spark properties, each name starting with "spark." (as text: spark.a=1;spark.b=2)', check, parse)
+
+
+def _pairs(allowed: str) -> Rule:
+    def check(value: Any) -> dict[str, str]:
+        if not isinstance(value, Mapping) or not all(isinstance(x, str) and x for x in [*value, *value.values()]):
+            raise _Wrong
+        return dict(value)
+
+    def parse(text: str) -> dict[str, str]:
+        return {key.strip(): value.strip() for key, value in _split_pairs(text)}
+
+    return Rule(allowed, check, parse)
+
+
+def _split_pairs(text: str) -> list[tuple[str, str]]:
+    pairs = [part.partition("=") for part in text.split(";") if part.strip()]
+    if any(not equals for _, equals, _ in pairs):
+        raise ValueError(text)
+    return [(key, value) for key, _, value in pairs]
 
 
 def _is_none(text: str) -> bool:
@@ -179,6 +209,34 @@ class Config:
     poll_ms: int = _setting(20, _whole(1, 60_000))
     """How often sources are asked when they had nothing new."""
 
+    checkpoints: Literal["delta", "full"] = _setting("delta", _one_of("delta", "full"))
+    """How a checkpoint is taken: what changed, in the background; or ("full") the whole state while everything waits,
+    as others do, to compare with."""
+
+    backups: int = _setting(1, _whole(0, 16))
+    """Copies of each slice on other nodes, as far as there are nodes. A lost node's slices come up from them."""
+
+    backup_memory_mb: int = _setting(512, _whole(1, 1_000_000))
+    """Memory for backups in each container's process; what does not fit goes to the node's local disk."""
+
+    placement: Literal["chained", "ring"] = _setting("chained", _one_of("chained", "ring"))
+    """Where backups go: spread over all peers, or to the clockwise neighbours."""
+
+    zones: Mapping[str, str] = _setting({}, _pairs("fault zones of hosts (as text: host-a=rack-1;host-b=rack-2)"))
+    """What fails together: host -> zone. A slice and its backups are kept in different zones. Unknown: the host."""
+
+    moves: Literal["live", "stop"] = _setting("live", _one_of("live", "stop"))
+    """How slices move: while the job runs; or ("stop") everything stops for it, as others do, to compare with."""
+
+    move_mb_s: float = _setting(0.0, _number(0.0, 1_000_000.0))
+    """How fast a container reads the copies that it makes in the background; 0 means as fast as it can."""
+
+    move_timeout_s: float = _setting(600.0, _number(0.1, 86_400.0))
+    """A slice that has not moved by then stays where it is."""
+
+    hang_s: float = _setting(60.0, _number(0.0, 86_400.0))
+    """A container that has been at one task for so long counts as lost; 0 means never."""
+
     manifests_kept: int = _setting(3, _whole(1, 1_000))
     """Complete checkpoints that stay on disk."""
 
@@ -200,8 +258,28 @@ class Config:
     epochs_max: int | None = _setting(None, _whole(1, ROWS_MAX, optional=True))
     """Stop after so many epochs of this run; none means when the sources end."""
 
+    journal_mb: int = _setting(64, _whole(0, 1_000_000))
+    """Room for the journal in the checkpoint directory; the oldest of it goes first. 0: no journal."""
+
     on_error: Literal["dead_letter", "fail"] | None = _setting(None, _one_of("dead_letter", "fail"))
     """What a malformed record does: set it aside or end the job. None leaves it to each source."""
+
+    control: bool = _setting(True, _flag())
+    """Other processes of the same user may ask and steer the job: ``penstock status``, ``scale``, ``stop`` ..."""
+
+    policy: Literal["safe-rate", "target-latency", "ring"] | None = _setting(
+        None, _one_of("safe-rate", "target-latency", "ring")
+    )
+    """What scales the job by itself; none leaves its size alone."""
+
+    policy_cool_down_s: float = _setting(15.0, _number(0.0, 86_400.0))
+    """Least time between two decisions of the policy."""
+
+    instances_min: int = _setting(1, _whole(1, INSTANCES_MAX))
+    """Fewest containers of a stage that the policy may choose."""
+
+    instances_max: int | None = _setting(None, _whole(1, INSTANCES_MAX, optional=True))
+    """Most containers of a stage that the policy may choose; none means all cores."""
 
     spark: Mapping[str, str] = _setting({}, _spark_conf())
     """More properties for Spark; they win over ours."""
@@ -218,6 +296,12 @@ class Config:
                 f"epoch_rows_min is {self.epoch_rows_min:,}, more than epoch_rows_max, {self.epoch_rows_max:,}.",
                 remedy="Lower epoch_rows_min or raise epoch_rows_max; or fix the size with epoch_rows.",
                 key="epoch_rows_min",
+            )
+        if self.instances_max is not None and self.instances_min > self.instances_max:
+            raise ConfigError(
+                f"instances_min is {self.instances_min:,}, more than instances_max, {self.instances_max:,}.",
+                remedy="Lower instances_min or raise instances_max.",
+                key="instances_min",
             )
 
     @classmethod

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import penstock as ps
-from benchmarks import checkpoint, common, custom_state, latency, similarity, soak, windows
+from benchmarks import checkpoint, common, custom_state, latency, recovery, replication, similarity, soak, windows
 from penstock.cli import list_benchmarks
 from penstock.errors import EngineError
 
@@ -268,6 +268,32 @@ EXPECTED_RATIOS = {
         "delta_linear_r2",
         "bytes_per_key_spread",
         *(f"bytes_per_touched_key_{share}pct" for share in (1, 5, 20, 100)),
+        *(
+            f"{prefix}worst_vs_average{size}"
+            for prefix in ("", "full_")
+            for size in ("", *(f"_{mb}mb" for mb in checkpoint.STATES_MB))
+        ),
+        *(f"{figure}_epoch_vs_full_{mb}mb" for figure in ("average", "worst") for mb in checkpoint.STATES_MB),
+    },
+    "recovery": {
+        "two_failures_vs_one",
+        "three_failures_vs_one",
+        "three_failures_rebuild_vs_one",
+        "vs_structured_streaming",
+        *(
+            f"{figure}_{mb}mb"
+            for figure in ("vs_structured_streaming", "to_next_output_s", "rebuild_s")
+            for mb in (50, 200, 1000)
+        ),
+        *(f"rebuild_s_holders_{n}" for n in (3, 4, 6)),
+        *(f"rebuild_s_backups_{n}" for n in (1, 2)),
+        *(f"to_next_output_s_interval_{s}" for s in (1, 5, 15)),
+    },
+    "replication": {
+        "lost_per_replica",
+        "throughput_r1_vs_r0",
+        "throughput_r2_vs_r0",
+        *(f"delta_share_{interval}s" for interval in (1, 2, 5, 10)),
     },
     "latency": {"p50_ms", "p99_ms", "max_ms"},
     "windows": {f"{kind}vs_{peer}" for kind in ("", "latency_", "memory_") for peer in ("default_store", "rocksdb")},
@@ -295,6 +321,19 @@ def _stand_in(module: str, contender: str, args: dict[str, Any], work: Path, **_
     if contender == "penstock_deltas":
         files = [{"epoch_from": n - 1, "epoch_to": n, "bytes": 30 * n} for n in range(1, len(_TOUCHED) + 1)]
         return {"files": files, "state_rows": 300, "state_bytes": 9000, **memory}
+    if contender in (checkpoint.ASYNC, checkpoint.SYNC):
+        times = [9.0] * args["load"] + [1.0] * (args["epochs"] - 1) + [2.0]
+        figures = checkpoint.epoch_figures(times, args["load"])
+        return {**figures, "state_rows": 3, "state_bytes": 9, "checkpoints": 2, "epoch_ms": times, **memory}
+    if module == "benchmarks.recovery":
+        assert args["backups"] in (1, 2)
+        peer = contender == recovery.STRUCTURED
+        kills = [{"kills": n, "to_next_output_s": 9.0 if peer else 1.0 + n} for n in args["kills"]]
+        kills = kills if peer else [{**kill, "rebuild_s": 0.5, "from_backup": 1} for kill in kills]
+        return {"kills": kills, "fed": 7, "state_rows": 3, "state_bytes": 9, "batch_ms_p50": 1.0, **memory}
+    if contender == "penstock_paced":
+        files = [{"epoch_from": 0, "epoch_to": n, "bytes": size} for n, size in enumerate((100, 5, 7, 6, 1), 1)]
+        return {"files": files, "whole_bytes": 100, "state_bytes": 300, **memory}
     if contender == "penstock_peak":
         return {"rows_s": 1000, **memory}
     if contender == "penstock_half":
@@ -337,6 +376,11 @@ def test_a_whole_benchmark_with_stand_ins(name: str, tmp_path: Path, monkeypatch
         (custom_state, "write_events"),
         (custom_state, "first_files"),
         (custom_state, "check_gaps"),
+        (checkpoint, "write_growth"),
+        (recovery, "write_input"),
+        (recovery, "true_totals"),
+        (recovery, "check_output"),
+        (replication, "true_counts"),
         (similarity, "write_tweets"),
         (similarity, "true_pairs"),
         (similarity, "check_pairs"),
@@ -633,3 +677,212 @@ def test_real_tweets_are_read_where_they_are(tmp_path: Path) -> None:
         file.write('created,location,text\nx, NYC ,"one, two"\ny,,three\nz,nyc,four\n')
     found = similarity.read_tweets(tmp_path / similarity.TWEETS)
     assert found.rows() == [(0, "nyc", "one, two"), (1, "nyc", "four")]
+
+
+# --- recovery -----------------------------------------------------------------------------------------------------
+
+
+def _trace() -> list[dict[str, Any]]:
+    """Checkpoint at epoch 4; epochs 5 and 6 are out, 7 is under way when the kill comes at 100."""
+    done = {"what": "StageDone", "stage": "totals", "missing": False, "load_ms": 0.0, "rebuilt": {}}
+    return [
+        {"at": 99.0, "what": "EpochPublished", "epoch": 5, "attempt": 1},
+        {"at": 99.5, "what": "RunStage", "epoch": 7, "attempt": 1, "stage": "totals"},
+        {"at": 100.1, "what": "EpochPublished", "epoch": 6, "attempt": 1},
+        {"at": 100.3, "what": "NodesChanged"},
+        {"at": 100.4, "what": "StageFailed", "epoch": 7, "attempt": 1, "stage": "totals"},
+        {"at": 100.4, "what": "CancelAll", "attempt": 2},
+        {"at": 100.9, "what": "RunStage", "epoch": 5, "attempt": 2, "stage": "in"},
+        {**done, "at": 101.5, "epoch": 5, "attempt": 2, "load_ms": 400.0, "rebuilt": {"backup": 3, "durable": 1}},
+        {"at": 101.6, "what": "EpochPublished", "epoch": 5, "attempt": 2},
+        {"at": 101.7, "what": "EpochPublished", "epoch": 6, "attempt": 2},
+        {**done, "at": 101.9, "epoch": 7, "attempt": 2, "load_ms": 20.0},
+        {"at": 102.0, "what": "EpochPublished", "epoch": 7, "attempt": 2},
+        {**done, "at": 103.0, "epoch": 8, "attempt": 2, "load_ms": 900.0, "rebuilt": {"durable": 9}},
+        {"at": 103.1, "what": "EpochPublished", "epoch": 8, "attempt": 2},
+    ]
+
+
+def test_a_kill_is_over_with_the_first_output_that_is_new() -> None:
+    assert recovery.penstock_kill(100.0, _trace()) == {
+        "to_next_output_s": 2.0,
+        "detect_s": 0.3,
+        "drain_s": 0.6,
+        "replay_s": 1.1,
+        "rebuild_s": 0.4,
+        "spark_s": 1.6,
+        "repeated_epochs": 2,
+        "attempts": 1,
+        "from_backup": 3,
+        "from_durable": 1,
+    }
+
+
+def test_an_epoch_that_was_done_before_the_loss_was_seen_is_no_recovery() -> None:
+    trace = [entry for entry in _trace() if entry["at"] < 101.8]
+    with pytest.raises(EngineError, match="no new output"):  # 6 came after the kill, of the old attempt
+        recovery.penstock_kill(100.0, trace)
+
+
+def test_a_second_failure_belongs_to_the_same_kill() -> None:
+    again = [
+        {"at": 101.55, "what": "StageFailed", "epoch": 5, "attempt": 2, "stage": "totals"},
+        {"at": 101.56, "what": "CancelAll", "attempt": 3},
+        {"at": 104.0, "what": "EpochPublished", "epoch": 7, "attempt": 3},
+    ]
+    found = recovery.penstock_kill(100.0, [*(entry for entry in _trace() if entry["at"] < 101.55), *again])
+    assert (found["to_next_output_s"], found["attempts"], found["repeated_epochs"]) == (4.0, 2, 0)
+
+
+def test_structured_streamings_next_batch() -> None:
+    batches = [(1.0, 0), (2.0, 1), (7.5, 2), (8.0, 3)]
+    assert recovery.structured_kill(2.5, batches) == {"to_next_output_s": 5.0}
+    with pytest.raises(EngineError, match="no new output"):
+        recovery.structured_kill(9.0, batches)
+
+
+def test_the_truth_of_recovery_counts_files_as_often_as_they_were_fed(tmp_path: Path) -> None:
+    recovery.write_input(tmp_path / "pool", 100, beats=2, rows=40)
+    pool = tmp_path / "pool"
+    assert len(list(pool.glob("load-*"))) == 3
+    truth = recovery.true_totals(pool, 5)
+    parts = [pl.read_parquet(path) for path in sorted(pool.glob("load-*"))]
+    first, second = (pl.read_parquet(path) for path in sorted(pool.glob("beat-*")))
+    whole = pl.concat([*parts, first, second, first, second, first])
+    expected = whole.group_by("key").agg(n=pl.len().cast(pl.Int64), total=pl.col("amount").sum()).sort("key")
+    assert truth.equals(expected) and truth.height == 100
+
+
+def test_output_that_came_twice_or_is_wrong_is_found(tmp_path: Path) -> None:
+    def write(*epochs: dict[str, list[Any]]) -> Path:
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        for number, rows in enumerate(epochs):
+            (out / f"epoch={number}").mkdir(parents=True)
+            pl.DataFrame(rows).write_parquet(out / f"epoch={number}" / "part-0.parquet")
+        return out
+
+    truth = pl.DataFrame({"key": ["a", "b"], "n": [2, 1], "total": [7, 5]})
+    one = {"key": ["a", "b"], "n": [1, 1], "total": [3, 5]}
+    two = {"key": ["a"], "n": [2], "total": [7]}
+    recovery.check_output(write(one, two), truth, "any")
+    for wrong in (write(one, two, two), write(one), write(one, {**two, "total": [8]}), write(two)):
+        with pytest.raises(EngineError, match="not exact"):
+            recovery.check_output(wrong, truth, "any")
+
+
+def test_the_feeder_gives_the_load_at_once_and_then_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "FEED_S", 0.0)
+    recovery.write_input(tmp_path / "pool", 100, beats=2, rows=50)
+    feeder = recovery.Feeder(tmp_path / "pool", tmp_path / "in")
+    assert feeder.load() == 2
+    feeder.start()
+    recovery.wait_for(lambda: feeder.fed >= 3, 10.0, "three files are there")
+    feeder.stop()
+    names = sorted(path.name for path in (tmp_path / "in").iterdir())
+    assert names[:2] == ["load-00000.parquet", "load-00001.parquet"] and len(names) == 2 + feeder.fed
+    third = pl.read_parquet(tmp_path / "in" / "z-000002.parquet")
+    assert third.equals(pl.read_parquet(tmp_path / "pool" / "beat-00000.parquet"))
+    with pytest.raises(EngineError, match="in vain until pigs fly"):
+        recovery.wait_for(lambda: False, 0.0, "pigs fly")
+
+
+def test_figures_of_recovery_vary_one_axis_at_a_time() -> None:
+    def row(contender: str, seconds: float, kills: int = 1, **axes: Any) -> dict[str, Any]:
+        ours = contender == recovery.PENSTOCK
+        shared = {"state_mb": 200, "backups": 1 if ours else None, "interval_s": 5.0 if ours else None, "executors": 6}
+        figures = {"kills": kills, "to_next_output_s": seconds, "rebuild_s": seconds / 4 if ours else None}
+        return {"contender": contender, "round": 1, **shared, **figures, **axes}
+
+    ours, theirs = recovery.PENSTOCK, recovery.STRUCTURED
+    rows = [row(ours, 1.0), row(ours, 2.0), row(ours, 9.0), row(ours, 3.0, 3), row(theirs, 8.0), row(theirs, 99.0, 3)]
+    rows += [row(ours, 4.0, executors=3), row(ours, 6.0, interval_s=15.0), row(ours, 5.0, state_mb=50)]
+    found = {name: value for name, value in recovery.ratios(rows).items() if value is not None}
+    assert found == {
+        "vs_structured_streaming": 4.0,
+        "vs_structured_streaming_200mb": 4.0,
+        "to_next_output_s_50mb": 5.0,
+        "to_next_output_s_200mb": 2.0,
+        "rebuild_s_50mb": 1.25,
+        "rebuild_s_200mb": 0.5,
+        "three_failures_vs_one": 1.5,
+        "three_failures_rebuild_vs_one": 1.5,
+        "rebuild_s_holders_3": 1.0,
+        "rebuild_s_holders_6": 0.5,
+        "to_next_output_s_interval_5": 2.0,
+        "to_next_output_s_interval_15": 6.0,
+    }
+    quick = [row(ours, 2.0, state_mb=50), row(ours, 3.0, 3, state_mb=50), row(theirs, 8.0, state_mb=50)]
+    assert recovery.ratios(quick)["vs_structured_streaming"] == 4.0
+    assert recovery.ratios(quick)["three_failures_vs_one"] == 1.5
+    assert recovery.ratios([]) is not None
+
+
+# --- replication --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_replica_costs_is_a_share_of_the_throughput_without() -> None:
+    rates = {"penstock_r0": (100, 50), "penstock_r1": (95, 50), "penstock_r2": (70, 35)}
+    rows: list[dict[str, Any]] = [
+        {"contender": name, "round": n, "rows_s": rate}
+        for name, values in rates.items()
+        for n, rate in enumerate(values)
+    ]
+    found = replication.ratios(rows, [])
+    assert found["throughput_r1_vs_r0"] == 0.975 and found["throughput_r2_vs_r0"] == 0.7
+    assert found["lost_per_replica"] == pytest.approx(0.15)
+    faster = [{**row, "rows_s": 100 + row["round"]} for row in rows]
+    assert replication.ratios(faster, [])["lost_per_replica"] == 0.0
+    assert replication.ratios([], [])["lost_per_replica"] is None
+
+
+def test_checkpoints_are_measured_between_the_load_and_the_last() -> None:
+    files = [{"epoch_to": epoch, "bytes": size} for epoch, size in ((1, 40), (2, 99), (2, 1), (3, 6), (5, 8), (6, 2))]
+    rows = replication.rows_of_sizes(files, 200, 2.0)
+    assert [(row["delta_bytes"], row["delta_share"]) for row in rows] == [(6, 0.03), (8, 0.04)]
+    assert replication.ratios([], rows)["delta_share_2s"] == 0.035
+
+
+def test_paced_words_are_counted_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = replication.true_counts(5_000)
+    assert truth.height == common.VOCABULARY and truth["n"].sum() == common.VOCABULARY + 5_000
+    assert replication.true_counts(5_000).equals(truth)
+
+
+# --- epochs beside a checkpoint -----------------------------------------------------------------------------------
+
+
+def test_epochs_that_load_are_not_measured() -> None:
+    found = checkpoint.epoch_figures([900.0, 900.0, 500.0, 10.0, 10.0, 40.0], 2)
+    assert found["epoch_ms_average"] == 20.0 and found["epoch_ms_worst"] == 40.0
+    assert found["worst_vs_average"] == 2.0 and found["epoch_ms_p99"] == 40.0
+
+
+def test_the_worst_size_is_the_headline() -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "contender": name,
+            "state_mb": mb,
+            "round": n,
+            "worst_vs_average": v,
+            "epoch_ms_average": a,
+            "epoch_ms_worst": v,
+        }
+        for name, mb, a, values in (
+            (checkpoint.ASYNC, 128, 1.0, (1.0, 1.2, 1.1)),
+            (checkpoint.ASYNC, 256, 1.0, (1.3, 9.0, 1.2)),
+            (checkpoint.SYNC, 128, 4.0, (6.0, 5.0, 7.0)),
+        )
+        for n, v in enumerate(values)
+    ]
+    found = checkpoint.epoch_ratios(rows)
+    assert found["worst_vs_average"] == 1.3 and found["full_worst_vs_average"] == 6.0
+    assert found["worst_vs_average_128mb"] == 1.1 and found["average_epoch_vs_full_128mb"] == 0.25
+    assert found["average_epoch_vs_full_256mb"] is None
+
+
+def test_growth_is_every_key_and_then_random_ones(tmp_path: Path) -> None:
+    truth = checkpoint.write_growth(tmp_path / "in", 250, 2, rows=100)
+    frames = [pl.read_parquet(path) for path in sorted((tmp_path / "in").iterdir())]
+    assert [frame.height for frame in frames] == [100, 100, 50, 100, 100]
+    whole = pl.concat(frames).group_by("word").agg(n=pl.len().cast(pl.Int64)).sort("word")
+    assert whole.equals(truth) and truth.height == 250

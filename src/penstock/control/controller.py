@@ -11,17 +11,21 @@ The rules it keeps (checked by ``validate``):
 * epochs are published in order; one at most ``epochs_in_flight`` of them are under way;
 * a checkpoint at e is complete when e is published and every stateful container has written its delta; then a manifest
   is written;
-* after a failure everything after the last complete checkpoint runs again, from the log, under a new attempt number.
+* after a failure everything after the last complete checkpoint runs again, from the log, under a new attempt number;
+* slices change their owner between two epochs only: after a failure, or by a move (``migration.py``). While a move
+  switches, no checkpoint is open, so that a recovery finds old and new owner at the same checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.control import placement
 from penstock.control.events import (
     CancelAll,
+    CancelMovesRequested,
     CollectGarbage,
     Command,
     Compact,
@@ -35,12 +39,18 @@ from penstock.control.events import (
     Finish,
     Flush,
     Flushed,
+    LeaveRequested,
     LogEpoch,
     ManifestWritten,
+    MoveRequested,
+    NodeInfo,
+    NodesChanged,
     NothingNew,
     PlanEpoch,
     PublishEpoch,
+    RebalanceRequested,
     ReleaseEpoch,
+    ReleaseNodes,
     RescaleRequested,
     RunStage,
     StageDone,
@@ -48,18 +58,23 @@ from penstock.control.events import (
     Started,
     StopRequested,
     StoreChanged,
+    Stuck,
     TaskError,
     TaskReport,
+    Tell,
     Tick,
     WarmedUp,
     WarmUp,
     WriteManifest,
 )
+from penstock.control.migration import Migration, Move
 from penstock.control.pacing import Pacer
+from penstock.control.placement import Peer
 from penstock.control.routing import RoutingTable
 from penstock.control.topology import StageInfo, Topology, at_port
 from penstock.errors import ConfigError
 from penstock.ids import NO_EPOCH, Attempt, Epoch, StageId
+from penstock.state.backup import Commit
 from penstock.state.checkpoint import DeltaFile, Manifest, plan_compaction
 
 NEVER = -(2**63) + 1
@@ -68,6 +83,12 @@ CLOCK = "clock"
 """Among the clocks of edges: the clock of the last epoch (ms), which never goes back."""
 RECOVERIES_MAX = 5
 """Recoveries in a row without a new epoch published, or a checkpoint taken, in between."""
+COMMITS_KEPT = 4
+"""Whoever keeps copies hears of each checkpoint so often."""
+CATCH_UP_S = 2.0
+"""After a checkpoint the next one waits so long for copies to get there, while slices are on the move."""
+MOVING_EPOCH_S = 0.1
+"""Without input, empty epochs run so often while slices are on the move."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,15 @@ class Settings:
     epochs_max: int | None = None
     away_epochs: int = 0
     """Epochs that may run ahead of the log while the store is away."""
+    backups: int = 0
+    """Copies of each slice on other nodes, as far as there are nodes."""
+    placement: str = "chained"
+    live: bool = True
+    """Slices move while epochs run. False: everything stops, a checkpoint is taken, and the new owners load it: the
+    way of others, kept for comparison."""
+    move_timeout_s: float = 600.0
+    full_snapshots: bool = False
+    """Checkpoints write all of the state while everything waits: also for comparison."""
 
 
 @dataclass
@@ -100,6 +130,11 @@ class EpochRun:
     publishing: bool = False
     ahead: bool = False
     """It ran before it was logged, because the store was away."""
+    routing: RoutingTable = None  # type: ignore[assignment]
+    handover: dict[StageId, dict[int, int]] = field(default_factory=dict)
+    """stage -> slice -> container that owns it from the next epoch on"""
+    sends: set[StageId] = field(default_factory=set)
+    """Stages whose containers sent something to their peers."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +156,8 @@ class Checkpoint:
     epoch: Epoch
     expected: set[tuple[StageId, int]]
     files: list[DeltaFile] = field(default_factory=list)
+    touched: dict[str, list[int]] = field(default_factory=dict)
+    """file -> slices that it has rows of"""
     published: bool = False
     flushing: bool = False
     writing: bool = False
@@ -176,6 +213,36 @@ class Controller:
         self.fruitless = 0
         self.compacting: set[StageId] = set()
         self.routing_logged = 0
+        self.routings: dict[int, RoutingTable] = {}
+        """Versions that commands under way refer to."""
+        self.policy = placement.policy(settings.placement)
+        self.nodes: dict[str, NodeInfo] = {}
+        self.leaving: set[str] = set()
+        self.drained: dict[str, Epoch] = {}
+        """Nodes that own nothing any more, from this epoch on."""
+        self.bad_holders: set[str] = set()
+        self.suspects: set[tuple[StageId, int]] = set()
+        """Containers that hung, until they answer again."""
+        self.up: dict[StageId, set[int]] = {s.id: set() for s in topology.stages}
+        """Containers known to have a process."""
+        self.warming: set[tuple[StageId, int]] = set()
+        self.held: dict[tuple[StageId, int], tuple[int, frozenset[int]]] = {}
+        """What containers say of their copies: slices that are current at a checkpoint."""
+        self.commits: dict[StageId, tuple[Commit, ...]] = {}
+        self.unsent: set[StageId] = set()
+        self.sent: dict[Epoch, tuple[Mapping[StageId, int], set[StageId]]] = {}
+        """Epochs in which containers sent something to their peers: the numbering they used, and the stages."""
+        self.migration = Migration()
+        self.resizes: dict[StageId, int] = {}
+        """Instances asked for, until the stage has them."""
+        self.handed: list[Move] = []
+        """Moves whose source sends in the last epoch begun: the next one has the new owners."""
+        self.switching: Epoch | None = None
+        """The first epoch with new owners, until it is published."""
+        self.switched = NO_EPOCH
+        self.checkpoint_wanted = False
+        self.respread: set[str] = set()
+        """Why slices should be spread anew, when there is somebody to take them."""
 
     # -- the one mutator -----------------------------------------------------------------------------------------
 
@@ -194,7 +261,13 @@ class Controller:
             Flushed: self._flushed,
             ManifestWritten: self._manifest_written,
             Compacted: self._compacted,
+            NodesChanged: self._nodes_changed,
+            Stuck: self._stuck,
             RescaleRequested: self._rescale_requested,
+            MoveRequested: self._move_requested,
+            RebalanceRequested: self._rebalance_requested,
+            LeaveRequested: self._leave_requested,
+            CancelMovesRequested: self._cancel_requested,
             WarmedUp: self._warmed_up,
             StopRequested: self._stop_requested,
             StoreChanged: self._store_changed,
@@ -231,33 +304,45 @@ class Controller:
             epoch = Epoch(record["epoch"])
             if epoch == self.committed + 1 + len(self.log):
                 self.log[epoch] = record
+                self.routing = RoutingTable.from_json(record["routing"]) if record.get("routing") else self.routing
                 self.logged_through = epoch
                 for source, r in record["ranges"].items():
                     self.facts.setdefault(source, []).extend(r["facts"])
                 self.attempt = Attempt(max(self.attempt, record["attempt"] + 1))
         self.attempt = Attempt(max(self.attempt, event.attempt))
+        self.routing = self.routing.filled()
+        self.nodes = {n.name: n for n in event.nodes or (NodeInfo("local"),)}
+        self._house()
+        self._rehold()
         self._rewind(event.now)
         self.first_epoch = self.next_epoch
         return []
 
     def _rewind(self, now: float) -> None:
-        """Put everything after the last checkpoint back to "logged, not run"."""
+        """Put everything after the last checkpoint back to "logged, not run", under the newest routing table: which
+        container does what never shows in the output.
+        """
         self.in_flight.clear()
+        self.sent.clear()
+        self.switching = None
+        self.switched = NO_EPOCH  # all owners start from the checkpoint
+        self.migration.recovered(self.routing.owners, self.routing.homes, now)
         self.checkpoint = None
         self.checkpoint_at = now
         self.clocks = dict(self.committed_clocks)
         self.watermarks = dict(self.committed_watermarks)
         self.final = self.committed_final
         for epoch, record in sorted(self.log.items()):
-            self.in_flight[epoch] = EpochRun(epoch, record, epoch <= self.logged_through, False, now)
+            run = EpochRun(epoch, record, epoch <= self.logged_through, False, now, routing=self.routing)
+            self.in_flight[epoch] = run
             self.next_epoch = Epoch(epoch + 1)
             self.offsets.update({s: r["end"] for s, r in record["ranges"].items()})
             self.final = self.final or record["final"]
-            self.routing = RoutingTable.from_json(record["routing"]) if record.get("routing") else self.routing
         if not self.log:
             self.next_epoch = Epoch(self.committed + 1)
 
     def _recover(self, now: float, reason: str) -> list[Command]:
+        self._complete_switch()
         self.recoveries += 1
         self.fruitless += 1
         if self.fruitless > RECOVERIES_MAX:
@@ -295,6 +380,7 @@ class Controller:
         epoch = self.next_epoch
         last = max(self.log.values(), key=lambda r: int(r["epoch"]), default={"clock_ms": self.clocks.get(CLOCK, 0)})
         clock_ms = max(clock_ms, last["clock_ms"])
+        handover = self._reroute(epoch, now)
         new_routing = self.routing.version != self.routing_logged
         record: dict[str, Any] = {
             "epoch": epoch,
@@ -310,7 +396,7 @@ class Controller:
         for source, r in ranges.items():
             self.facts.setdefault(source, []).extend(r["facts"])
         self.log[epoch] = record
-        self.in_flight[epoch] = EpochRun(epoch, record, False, False, now)
+        self.in_flight[epoch] = EpochRun(epoch, record, False, False, now, routing=self.routing, handover=handover)
         self.next_epoch = Epoch(epoch + 1)
         return [LogEpoch(epoch, self.attempt, record)]
 
@@ -345,7 +431,7 @@ class Controller:
         run.running.discard(event.stage)
         run.done[event.stage] = tuple(sorted(event.reports, key=lambda r: r.index))
         self._collect_deltas(event.reports)
-        return []
+        return self._note_peers(event.stage, event.reports)
 
     def _stage_failed(self, event: StageFailed) -> list[Command]:
         self.outstanding.discard((event.attempt, event.epoch, event.stage))
@@ -368,7 +454,14 @@ class Controller:
             self.pacer = self.pacer.observe(rows, (event.now - run.began) * 1000)
         if self.checkpoint is not None and self.checkpoint.epoch == event.epoch:
             self._note_published(run)
-        return [ReleaseEpoch(event.epoch)]
+        if self.switching is not None and event.epoch >= self.switching:
+            self.switching = None
+            self.checkpoint_wanted = True  # then the moves are over, and the next may switch
+            self.migration.published(event.epoch)
+        # What containers sent to their peers is read in the next epoch.
+        sent = bool(run.sends)
+        self.sent = {e: s for e, s in self.sent.items() if e >= event.epoch}
+        return [ReleaseEpoch(Epoch(event.epoch - sent))]
 
     def _note_published(self, run: EpochRun) -> None:
         assert self.checkpoint is not None
@@ -422,13 +515,20 @@ class Controller:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def _checkpoint_due(self, now: float) -> bool:
+        if self.checkpoint is not None or self.switching is not None:
+            return False
         interval = self.settings.checkpoint_interval_s
-        return interval >= 0 and self.checkpoint is None and now - self.checkpoint_at >= interval
+        if self.checkpoint_wanted:
+            return True
+        if self.migration.in_phase("rebuild") and now - self.checkpoint_at < CATCH_UP_S:
+            return False
+        return interval >= 0 and now - self.checkpoint_at >= interval
 
-    def _open_checkpoint(self, epoch: Epoch, now: float) -> None:
-        expected = {(s.id, c) for s in self.topology.stateful for c in range(self.routing.instances[s.id])}
+    def _open_checkpoint(self, epoch: Epoch, routing: RoutingTable, now: float) -> None:
+        expected = {(s.id, c) for s in self.topology.stateful for c in routing.occupied(s.id)}
         self.checkpoint = Checkpoint(epoch, expected)
         self.checkpoint_at = now
+        self.checkpoint_wanted = False
 
     def _collect_deltas(self, reports: Sequence[TaskReport]) -> None:
         if self.checkpoint is None:
@@ -441,7 +541,9 @@ class Controller:
                     continue  # the report came twice
                 self.checkpoint.expected.discard((StageId(report.stage), report.index))
                 if delta["file"] is not None:
-                    self.checkpoint.files.append(DeltaFile(**delta["file"]))
+                    file = DeltaFile(**delta["file"])
+                    self.checkpoint.files.append(file)
+                    self.checkpoint.touched[file.name] = delta.get("touched", list(file.slices))
 
     def _flushed(self, event: Flushed) -> list[Command]:
         self.outstanding.discard((event.attempt, event.epoch, "flush"))
@@ -463,6 +565,7 @@ class Controller:
         if event.attempt != self.attempt or self.checkpoint is None or self.checkpoint.epoch != event.epoch:
             return []
         done = self.checkpoint
+        before = self.committed
         self.checkpoint = None
         self.committed = done.epoch
         self.fruitless = 0
@@ -470,6 +573,11 @@ class Controller:
         self.committed_clocks, self.committed_watermarks = done.clocks, done.watermarks
         record = self.log.get(done.epoch)
         self.committed_final = self.committed_final or bool(record and record["final"])
+        for info in self.topology.stateful:
+            new = {f.name: done.touched[f.name] for f in done.files if f.stage == info.id}
+            commit = Commit(before, done.epoch, new)
+            self.commits[info.id] = (*self.commits.get(info.id, ())[1 - COMMITS_KEPT :], commit)
+        self.migration.committed(done.epoch, event.now)
         ends = {s: r["end"] for e in sorted(self.log) if e <= done.epoch for s, r in self.log[e]["ranges"].items()}
         self.log = {e: r for e, r in self.log.items() if e > done.epoch}
         out: list[Command] = [CollectGarbage(done.epoch, ends)]
@@ -514,14 +622,67 @@ class Controller:
 
     def _rescale_requested(self, event: RescaleRequested) -> list[Command]:
         try:
-            self.routing.rescale(event.stage, event.instances)
+            self.routing.check(event.stage, event.instances)
         except ConfigError:
             return []  # whoever asked was told already
-        return [WarmUp(event.stage, event.instances)]
+        self.resizes[event.stage] = event.instances
+        self._house()
+        new = set(range(event.instances)) - self._awake(event.stage)
+        if new and event.stage in self.routing.owners:
+            return self._warm_up(event.stage, new)
+        return self._resize(event.stage, event.now)
+
+    def _warm_up(self, stage: StageId, containers: Collection[int]) -> list[Command]:
+        cold = tuple(c for c in sorted(containers) if (stage, c) not in self.warming)
+        if not cold:
+            return []
+        self.warming |= {(stage, c) for c in cold}
+        return [WarmUp(stage, cold, {c: self.routing.homes[c] for c in cold if c in self.routing.homes})]
 
     def _warmed_up(self, event: WarmedUp) -> list[Command]:
-        self.rescales.append((event.stage, event.instances))
+        pairs = {(event.stage, c) for c in event.containers}
+        self.warming -= pairs
+        if pairs & self.suspects:
+            self.suspects -= pairs
+            self.respread.add("a container answers again")
+        self.up[event.stage] |= set(event.containers)
+        self.migration.up(event.stage, event.containers)
+        return self._resize(event.stage, event.now) if event.stage in self.resizes else []
+
+    def _resize(self, stage: StageId, now: float) -> list[Command]:
+        """Everybody who will be needed is there: make room at the next epoch, then move slices."""
+        wanted = self.resizes[stage]
+        if not self.settings.live:
+            self.rescales.append((stage, wanted))
+            del self.resizes[stage]
+            return []
+        if self.topology[stage].stateful and wanted <= self.routing.instances[stage]:
+            return self._spread(stage, now, f"rescale to {wanted}")
+        return []  # the next epoch makes room
+
+    def _move_requested(self, event: MoveRequested) -> list[Command]:
+        usable = {p.container for p in self.peers(event.stage)}
+        targets = {s: c for s, c in event.targets.items() if c in usable and 0 <= s < self.routing.slices}
+        return self._ask(event.stage, targets, event.now, event.reason)
+
+    def _rebalance_requested(self, event: RebalanceRequested) -> list[Command]:
+        self.respread.add(event.reason)
         return []
+
+    def _leave_requested(self, event: LeaveRequested) -> list[Command]:
+        staying = set(self.nodes) - self.leaving - set(event.nodes)
+        if not staying:
+            return [Tell("somebody must stay: the nodes are not drained")]
+        self.leaving |= set(event.nodes) & set(self.nodes)
+        self.respread.add(f"{_named(event.nodes)} to leave")
+        self._rehold()
+        return []
+
+    def _cancel_requested(self, event: CancelMovesRequested) -> list[Command]:
+        count = self.migration.cancel(event.stage, event.slices, event.now)
+        for stage in [s for s in self.resizes if event.stage in (None, s)]:
+            del self.resizes[stage]
+        return [Tell(f"{count} moves cancelled")]
 
     def _stop_requested(self, event: StopRequested) -> list[Command]:
         self.stopping = True
@@ -532,6 +693,272 @@ class Controller:
     def _store_changed(self, event: StoreChanged) -> list[Command]:
         self.away = event.away
         return []
+
+    # -- nodes and slices ----------------------------------------------------------------------------------------
+
+    def _set_routing(self, routing: RoutingTable) -> None:
+        self.routing = routing
+        used = {run.routing.version for run in self.in_flight.values()}
+        self.routings = {v: r for v, r in self.routings.items() if v in used}
+        self.routings[routing.version] = routing
+
+    def _amend(self, **changes: Any) -> None:
+        """Another routing table: a new version, if an epoch under way knows this one."""
+        seen = any(run.routing.version == self.routing.version for run in self.in_flight.values())
+        self._set_routing(self.routing.change(**changes) if seen else replace(self.routing, **changes))
+
+    def _house(self, wanted: Collection[int] | None = None) -> None:
+        """Containers without a node get one, if there is one: all, or some. Who has one stays."""
+        count = max([*self.routing.instances.values(), *self.resizes.values()])
+        staying = {n.name: n.cores for n in self.nodes.values() if n.name not in self.leaving}
+        current = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
+        homes = placement.homes(count, staying, current) if staying else current
+        homes = {c: n for c, n in homes.items() if c in current or wanted is None or c in wanted}
+        if homes != dict(self.routing.homes) or not self.routings:
+            self._amend(homes=homes)
+
+    def _working(self) -> set[int]:
+        return {c for s in self.routing.owners for c in self.routing.occupied(s)}
+
+    def _awake(self, stage: StageId) -> set[int]:
+        """Containers that have a process, or get one without being asked."""
+        return self.up[stage] | set(self.routing.occupied(stage))
+
+    def peers(self, stage: StageId, instances: int | None = None) -> list[Peer]:
+        """Containers that may own slices of a stage."""
+        homes = self.routing.homes
+        have = self.routing.instances[stage]  # those that are still to come get their share when there is room
+        limit = instances if instances is not None else min(have, self.resizes.get(stage, have))
+        return [
+            Peer(c, homes[c], self.nodes[homes[c]].zone)
+            for c in range(limit)
+            if c in homes and homes[c] not in self.leaving and (stage, c) not in self.suspects
+        ]
+
+    def _rehold(self) -> None:
+        """Who keeps copies of what, given who owns it now."""
+        holders: dict[StageId, tuple[tuple[int, ...], ...]] = {}
+        for stage in self.topology.stateful if self.settings.backups else ():
+            owners = self.routing.owners[stage.id]
+            awake = self._awake(stage.id)
+            peers = [p for p in self.peers(stage.id, self.routing.instances[stage.id]) if p.container in awake]
+            peers = [p for p in peers if p.node not in self.bad_holders or p.container in owners]
+            able = [p for p in peers if p.node not in self.bad_holders]
+            homed = all(c in self.routing.homes for c in owners)
+            if homed and len({p.node for p in able}) > 1:
+                before = self.routing.holders.get(stage.id, ())
+                found = self.policy.holders(owners, peers, self.settings.backups, before)
+                good = {p.container for p in able}
+                holders[stage.id] = tuple(tuple(c for c in held if c in good) for held in found)
+        if holders != dict(self.routing.holders):
+            self._amend(holders=holders)
+
+    def _nodes_changed(self, event: NodesChanged) -> list[Command]:
+        before, self.nodes = set(self.nodes), {n.name: n for n in event.nodes}
+        lost, new = before - set(self.nodes), set(self.nodes) - before
+        self.leaving &= set(self.nodes)
+        self.bad_holders &= set(self.nodes)
+        self.drained = {n: e for n, e in self.drained.items() if n in self.nodes}
+        out: list[Command] = []
+        if lost:
+            gone = {c for c, node in self.routing.homes.items() if node in lost}
+            reason = f"lost {_named(lost)}" + (f" ({event.reason})" if event.reason else "")
+            out += self._lose({s.id: gone for s in self.topology.stages}, event.now, reason)
+        if new:
+            self._house()
+            out += self._grow([self.nodes[n] for n in sorted(new - set(self.routing.homes.values()))])
+            self.respread.add(f"new {_named(new)}")
+        return out
+
+    def _grow(self, nodes: Sequence[NodeInfo]) -> list[Command]:
+        """Nodes that no container was left for: every stage gets more of them."""
+        cores = sum(n.cores for n in nodes)
+        if not cores:
+            return []
+        for stage, have in self.routing.instances.items():
+            limit = self.routing.slices if stage in self.routing.owners else have + cores
+            self.resizes[stage] = min(have + cores, limit)
+        self._house()
+        out: list[Command] = []
+        for stage in self.routing.owners:
+            out += self._warm_up(stage, set(range(self.resizes[stage])) - self._awake(stage))
+        return out
+
+    def _stuck(self, event: Stuck) -> list[Command]:
+        if event.attempt != self.attempt or self.recovering:
+            return []
+        hung = set(event.containers)
+        which = ", ".join(map(str, sorted(hung)))
+        reason = f"container {which} of '{event.stage}' made no progress for {event.seconds:.1f} s"
+        if not hung >= set(self.routing.occupied(event.stage)):
+            self.suspects |= {(event.stage, c) for c in hung}
+        return self._lose({event.stage: hung}, event.now, reason)
+
+    def _lose(self, lost: Mapping[StageId, set[int]], now: float, reason: str) -> list[Command]:
+        """Containers are gone: their slices go to who has copies of them, and everybody goes back to the checkpoint."""
+        self._complete_switch()
+        homes = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
+        routing = self.routing.change(homes=homes)
+        worked = any(set(routing.occupied(s)) & gone for s, gone in lost.items() if s in routing.owners)
+        told: list[str] = []
+        for stage, gone in lost.items():
+            self.up[stage] -= gone
+            for container in gone:
+                self.held.pop((stage, container), None)
+        self._set_routing(routing)
+        owners = dict(routing.owners)
+        for stage, gone in lost.items():
+            if stage not in owners or not set(owners[stage]) & gone:
+                continue
+            peers = [p for p in self.peers(stage) if p.container in owners[stage] and p.container not in gone]
+            if not peers:
+                continue  # the container itself comes up again, somewhere
+            holding = self.holding(stage, {p.container for p in peers})
+            owners[stage] = placement.takeover(owners[stage], gone, holding, peers)  # type: ignore[assignment]
+            if self.topology[stage].stateful:
+                told.append(self._story(stage, gone, owners[stage], holding))
+        if owners != dict(routing.owners):
+            self._set_routing(self.routing.change(owners=owners))
+        self._house(self._working())
+        self._rehold()
+        if not worked and not self.outstanding:
+            return [Tell(f"{reason}; it owned nothing")]
+        return [*self._recover(now, reason), *(Tell(text) for text in told)]
+
+    def holding(self, stage: StageId, usable: Collection[int]) -> dict[int, list[int]]:
+        """slice -> containers with a copy that is current at the last checkpoint"""
+        found: dict[int, list[int]] = {}
+        for container in sorted(usable):
+            checkpoint, slices = self.held.get((stage, container), (-1, frozenset()))
+            for number in slices if checkpoint == self.committed else ():
+                found.setdefault(number, []).append(container)
+        return found
+
+    def _story(
+        self, stage: StageId, gone: set[int], owners: Sequence[int], holding: Mapping[int, Sequence[int]]
+    ) -> str:
+        moved = [s for s, c in enumerate(self.routing.owners[stage]) if c in gone]
+        backed = sum(owners[s] in holding.get(s, ()) for s in moved)
+        to = ", ".join(map(str, sorted({owners[s] for s in moved})))
+        text = f"{len(moved)} slices of '{stage}' go to containers {to}: {backed} from backups"
+        left = len(moved) - backed
+        return text + (f", {left} from the durable checkpoint" if left else "")
+
+    def _spread(self, stage: StageId, now: float, cause: str) -> list[Command]:
+        peers = self.peers(stage)
+        if not peers:
+            return []
+        owners = self.routing.owners[stage]
+        wanted = placement.spread(owners, peers)
+        return self._ask(stage, {s: c for s, c in enumerate(wanted) if c != owners[s]}, now, cause)
+
+    def _ask(self, stage: StageId, targets: Mapping[int, int], now: float, cause: str) -> list[Command]:
+        if not self.migration.ask(stage, self.routing.owners[stage], targets, now, cause):
+            return []
+        if now - self.checkpoint_at > self.settings.poll_s or self.committed < self.switched:
+            self.checkpoint_wanted = True  # the less changed since, the less there is to send at the switch
+        self.migration.up(stage, self._awake(stage))
+        return self._warm_up(stage, {m.target for m in self.migration.in_phase("prepare") if m.stage == stage})
+
+    def _reroute(self, epoch: Epoch, now: float) -> dict[StageId, dict[int, int]]:
+        """Between two epochs: what was handed over has new owners; what is ready is handed over in this epoch."""
+        # Numbers of containers stay while something is handed over: they are its address.
+        for stage, wanted in list(self.resizes.items()) if not self._complete_switch() else ():
+            self._resized(stage, wanted, now)
+        for stateless in [s.id for s in self.topology.stages if not s.stateful and not s.is_source]:
+            peers = self.peers(stateless)
+            if peers and {p.container for p in peers} != set(self.routing.occupied(stateless)):
+                owners = placement.spread(self.routing.owners[stateless], peers)
+                if owners != self.routing.owners[stateless]:
+                    self._amend(owners={**self.routing.owners, stateless: owners})
+        self._rehold()
+        ready = self._ready()
+        if not ready or self.checkpoint is not None or self.switching is not None:
+            return {}
+        self.handed = ready
+        self.switching = self.switched = Epoch(epoch + 1)
+        self.migration.switch(ready, self.switching)
+        handover: dict[StageId, dict[int, int]] = {}
+        for move in ready:
+            handover.setdefault(move.stage, {})[move.slice] = move.target
+        return handover
+
+    def _ready(self) -> list[Move]:
+        if self.committed < self.switched or self.final:
+            return []
+        return [
+            m
+            for m in self.migration.in_phase("rebuild")
+            for checkpoint, slices in [self.held.get((m.stage, m.target), (-1, frozenset()))]
+            if checkpoint == self.committed and m.slice in slices
+        ]
+
+    def _complete_switch(self) -> bool:
+        if not self.handed:
+            return False
+        routing = self.routing
+        for stage in {m.stage for m in self.handed}:
+            routing = routing.moved_to(stage, {m.slice: m.target for m in self.handed if m.stage == stage})
+        self.handed = []
+        # Holders are found anew for the new owners: an owner is nobody's backup of its own slice.
+        self._set_routing(replace(routing, holders={}))
+        self._rehold()
+        return True
+
+    def _resized(self, stage: StageId, wanted: int, now: float) -> None:
+        have = self.routing.instances[stage]
+        if any(s == stage for s, _ in self.warming):
+            return
+        if not self.topology[stage].stateful:
+            self._set_routing(self.routing.rescale(stage, wanted))
+            del self.resizes[stage]
+        elif wanted > have:
+            self._set_routing(self.routing.resized(stage, wanted))
+            del self.resizes[stage]
+            self.respread.add(f"rescale of '{stage}' to {wanted}")
+        elif max(self.routing.owners[stage]) < wanted and not self.migration.of(stage):
+            self._set_routing(self.routing.resized(stage, wanted))
+            self.up[stage] = {c for c in self.up[stage] if c < wanted}
+            del self.resizes[stage]
+
+    def _note_peers(self, stage: StageId, reports: Sequence[TaskReport]) -> list[Command]:
+        """What containers say of their copies."""
+        out: list[Command] = []
+        self.up[stage] |= {r.index for r in reports}
+        self.unsent.discard(stage)
+        for report in reports:
+            if report.held is not None:
+                self.held[stage, report.index] = (report.held[0], frozenset(report.held[1]))
+            if report.unsent:
+                self.unsent.add(stage)
+            if report.problem:
+                node = self.routing.homes.get(report.index, "")
+                if node and node not in self.bad_holders:
+                    self.bad_holders.add(node)
+                    out.append(Tell(f"{_named([node])} keeps no backups any more: {report.problem}"))
+        return out
+
+    def _steer(self, now: float) -> list[Command]:
+        """Slices that should move, nodes that may go."""
+        out: list[Command] = []
+        self.migration.expire(now, self.settings.move_timeout_s)
+        if self.respread and self.phase == "running" and not self.recovering and self.settings.live:
+            cause = ", ".join(sorted(self.respread))
+            self.respread.clear()
+            for stage in self.topology.stateful:
+                out += self._spread(stage.id, now, cause)
+        for stage_id in {s for s, _ in self.suspects} if not self.recovering else ():
+            out += self._warm_up(stage_id, {c for s, c in self.suspects if s == stage_id})
+        for node in sorted(self.leaving - self.drained.keys()):
+            here = {c for c, n in self.routing.homes.items() if n == node}
+            busy = any(here & set(self.routing.occupied(s)) for s in self.routing.owners)
+            if not busy and not self.migration and not self.handed:
+                self.drained[node] = self.next_epoch
+        going = tuple(n for n, e in self.drained.items() if n in self.leaving and self.published >= e)
+        if going:
+            self.leaving -= set(going)
+            out.append(ReleaseNodes(going))
+        return out
 
     # -- what to do next -----------------------------------------------------------------------------------------
 
@@ -546,9 +973,13 @@ class Controller:
         if self.recovering:
             if self.outstanding:
                 return []  # old work must be gone before its containers are used again
+            if self.homeless():
+                self._house(self._working())
+                if self.homeless():
+                    return []  # until Spark has another executor for us
             self.recovering = False
             self.phase = "stopping" if self.stopping else "running"
-        out: list[Command] = []
+        out: list[Command] = self._steer(now)
         out += self._run_stages(now)
         out += self._publish()
         out += self._quiesce(now)
@@ -574,7 +1005,7 @@ class Controller:
                     continue
                 if not run.running and not run.done and self._checkpoint_due(now):
                     run.seal = True
-                    self._open_checkpoint(epoch, now)
+                    self._open_checkpoint(epoch, run.routing, now)
                 out.append(self._run_stage(run, stage))
         return out
 
@@ -584,12 +1015,22 @@ class Controller:
             run.watermarks[stage.id] = time.watermark
         run.running.add(stage.id)
         self.outstanding.add((self.attempt, run.epoch, stage.id))
+        copies = self._copies(run, stage)
+        handover = run.handover.get(stage.id, {})
+        pieces = stage.id in self.unsent or (
+            self.checkpoint is not None and any(s == stage.id for s, _ in self.checkpoint.expected)
+        )
+        if handover or (copies and pieces):
+            run.sends.add(stage.id)
+            self.sent[run.epoch] = (run.routing.instances, run.sends)
+        numbering, senders = self.sent.get(Epoch(run.epoch - 1), ({}, set()))
+        keepers = {c for held in copies for c in held}
         return RunStage(
             run.epoch,
             stage.id,
             self.attempt,
             self.committed,
-            self.routing.version,
+            run.routing.version,
             run.seal and stage.stateful,
             run.record["ranges"].get(stage.id) if stage.is_source else None,
             time.before,
@@ -597,7 +1038,26 @@ class Controller:
             time.arrivals,
             run.record["clock_ms"],
             time.ports,
+            () if stage.is_source else tuple(sorted({*run.routing.occupied(stage.id), *keepers})),
+            copies,
+            self.commits.get(stage.id, ()) if copies else (),
+            stage.id in run.sends,
+            stage.id in senders and numbering == run.routing.instances,
+            handover,
+            self.settings.full_snapshots,
         )
+
+    def _copies(self, run: EpochRun, stage: StageInfo) -> tuple[tuple[int, ...], ...]:
+        if not stage.stateful:
+            return ()
+        owners = run.routing.owners[stage.id]
+        holders = run.routing.holders.get(stage.id, ((),) * len(owners))
+        targets = {s: c for s, c in self.migration.targets(stage.id).items() if c < run.routing.instances[stage.id]}
+        copies = tuple(
+            tuple(sorted({*held, *([targets[s]] if s in targets else [])} - {owners[s]}))
+            for s, held in enumerate(holders)
+        )
+        return copies if any(copies) else ()
 
     def _publish(self) -> list[Command]:
         for epoch in sorted(self.in_flight):
@@ -630,16 +1090,22 @@ class Controller:
         if self.checkpoint is not None:
             return self._flush()
         over = self.stopping or self.final or self._enough()
+        if over and self.handed:  # there is no next epoch to switch in
+            self.handed = []
+            self.switching = None
         if self.rescales or over:
             if self.committed < self.published:
-                self._open_checkpoint(self.published, now)
+                self._open_checkpoint(self.published, self.routing, now)
                 assert self.checkpoint is not None
                 self.checkpoint.published = True
                 self.checkpoint.clocks = dict(self.clocks)
                 self.checkpoint.watermarks = dict(self.watermarks)
                 return self._flush()
             for stage, instances in self.rescales:
-                self.routing = self.routing.rescale(stage, instances)
+                self._set_routing(self.routing.rescale(stage, instances))
+            if self.rescales:
+                self._house()
+                self._rehold()
             self.rescales.clear()
             if over:
                 self.phase = "stopped"
@@ -652,7 +1118,10 @@ class Controller:
             return []
         self.checkpoint.flushing = True
         self.outstanding.add((self.attempt, self.checkpoint.epoch, "flush"))
-        return [Flush(self.checkpoint.epoch, self.attempt, self.committed, self.routing.version)]
+        waiting: dict[StageId, tuple[int, ...]] = {}
+        for stage, container in sorted(self.checkpoint.expected):
+            waiting[stage] = (*waiting.get(stage, ()), container)
+        return [Flush(self.checkpoint.epoch, self.attempt, self.committed, self.routing.version, waiting)]
 
     def _write_manifest(self) -> list[Command]:
         c = self.checkpoint
@@ -674,9 +1143,15 @@ class Controller:
         if self.idle_since is not None and now - self.last_plan < self.settings.poll_s:
             return []
         heartbeat = self.idle_since is not None and now - self.idle_since >= self.settings.idle_epoch_s
+        if self.idle_since is not None and (self.migration or self.handed):
+            heartbeat = heartbeat or now - self.idle_since >= MOVING_EPOCH_S  # slices move with epochs
         self.planning = True
         self.last_plan = now
         return [PlanEpoch(self.next_epoch, dict(self.offsets), self.pacer.rows_max, heartbeat)]
+
+    def homeless(self) -> bool:
+        """Is there a container with work and no node to do it on?"""
+        return any(c not in self.routing.homes for c in self._working())
 
     # -- invariants ----------------------------------------------------------------------------------------------
 
@@ -699,3 +1174,7 @@ class Controller:
 
 def _behind(time: int, by: int) -> int:
     return time if time in (NEVER, FOREVER) else time - by
+
+
+def _named(nodes: Collection[str]) -> str:
+    return ", ".join(f"node {n}" for n in sorted(nodes, key=lambda n: (len(n), n)))

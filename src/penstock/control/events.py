@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.ids import Attempt, Epoch, StageId
+from penstock.state.backup import Commit
 from penstock.state.checkpoint import CompactionTask, DeltaFile, Manifest
 
 
@@ -60,6 +61,24 @@ class TaskReport(msgspec.Struct):
     writing: bool = False
     """Of a flush: deltas are still being written, because the store is slow or away. Ask again."""
     error: TaskError | None = None
+    held: tuple[int, list[int]] | None = None
+    """Slices of which it has a backup that is current at a checkpoint, if that changed: (checkpoint, slices)."""
+    rebuilt: dict[str, int] = {}
+    """Slices that it had to bring up, by where they came from: backup, durable."""
+    unsent: bool = False
+    """It has pieces for backup holders that wait for the next exchange among peers."""
+    problem: str = ""
+    """Why it cannot hold backups any more (a full disk)."""
+
+
+class NodeInfo(msgspec.Struct, frozen=True):
+    """A node: a Spark executor."""
+
+    name: str
+    host: str = ""
+    zone: str = ""
+    """What fails together: the host, a rack, or what the user says. Unknown: the node alone."""
+    cores: int = 1
 
 
 # -- events --------------------------------------------------------------------------------------------------------
@@ -78,6 +97,7 @@ class Started(Event):
     logged: tuple[dict[str, Any], ...] = ()
     attempt: int = 1
     """Greater than any that an earlier start of this job has used."""
+    nodes: tuple[NodeInfo, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,17 +178,66 @@ class Compacted(Event):
 
 
 @dataclass(frozen=True)
+class NodesChanged(Event):
+    """The nodes there are now. Whoever is not among them is lost."""
+
+    nodes: tuple[NodeInfo, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Stuck(Event):
+    """These containers have been at one task for too long, without a sign of life."""
+
+    stage: StageId
+    epoch: Epoch
+    attempt: Attempt
+    containers: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RescaleRequested(Event):
     stage: StageId
     instances: int
 
 
 @dataclass(frozen=True)
-class WarmedUp(Event):
-    """The slots that a rescale will use are up (or could not be: then they start when they are needed)."""
+class MoveRequested(Event):
+    """Move some slices of a stage to other containers, while the job runs."""
 
     stage: StageId
-    instances: int
+    targets: dict[int, int]
+    """slice -> container"""
+    reason: str = "asked for"
+
+
+@dataclass(frozen=True)
+class RebalanceRequested(Event):
+    """Spread slices evenly over all containers there are, moving as few as that takes."""
+
+    reason: str = "asked for"
+
+
+@dataclass(frozen=True)
+class LeaveRequested(Event):
+    """Drain some nodes, then let them go."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CancelMovesRequested(Event):
+    stage: StageId | None = None
+    slices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class WarmedUp(Event):
+    """Slots that will be used are up (or could not be: then they start when they are needed)."""
+
+    stage: StageId
+    containers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -234,6 +303,20 @@ class RunStage(Command):
     clock_ms: int
     ports: tuple[tuple[int, int], ...] = ()
     """with several inputs: watermark before and after, of each"""
+    containers: tuple[int, ...] = ()
+    """Containers of a keyed stage that run: those with slices, those that will have some."""
+    copies: tuple[tuple[int, ...], ...] = ()
+    """For each slice the containers that keep a copy: backup holders, targets of moves. Empty: nobody."""
+    commits: tuple[Commit, ...] = ()
+    """The last checkpoints, for whoever keeps copies."""
+    sends: bool = False
+    """Containers send to their peers of the same stage, who read it in the next epoch."""
+    receives: bool = False
+    """They did so in the epoch before."""
+    handover: dict[int, int] = field(default_factory=dict)
+    """slice -> container that owns it from the next epoch on: its owner sends what changed since the checkpoint"""
+    full: bool = False
+    """A checkpoint writes the whole state before the epoch goes on."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +335,8 @@ class Flush(Command):
     attempt: Attempt
     checkpoint: Epoch
     routing: int
+    containers: dict[StageId, tuple[int, ...]] = field(default_factory=dict)
+    """Those that have not yet said that they are done."""
 
 
 @dataclass(frozen=True)
@@ -269,10 +354,25 @@ class Compact(Command):
 
 @dataclass(frozen=True)
 class WarmUp(Command):
-    """Start the slots that a rescale will use, while epochs go on: starting Python takes seconds, switching none."""
+    """Start slots that will be used, while epochs go on: starting Python takes seconds, switching none."""
 
     stage: StageId
-    instances: int
+    containers: tuple[int, ...]
+    homes: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReleaseNodes(Command):
+    """These nodes own and hold nothing any more: give them back to Spark."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tell(Command):
+    """Something that people should know of: the journal keeps it, the status shows it."""
+
+    text: str
 
 
 @dataclass(frozen=True)

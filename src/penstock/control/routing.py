@@ -1,13 +1,17 @@
-"""The routing table: which container of a stage owns which slice.
+"""The routing table: which container of a stage owns which slice, on which node it lives, and who keeps copies.
 
 One immutable, versioned value. Version v takes effect at an epoch, by the log; nobody ever sees half of one. The
 number of slices is set once for the life of a job; everything else may change between two epochs.
+
+A container's number is its place in the exchanges between stages, so it does not change when its node goes: a container
+may be *vacant* (it owns nothing) until it gets another node, or slices again. Nodes come and go with Spark's executors,
+so homes and holders are worked out anew at each start and are not in the log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -24,6 +28,10 @@ class RoutingTable:
     """Keyed stages: the owner of each slice."""
     instances: Mapping[StageId, int]
     """All stages, sources too."""
+    homes: Mapping[int, str] = field(default_factory=dict)
+    """container -> node, in every stage; those left out have none"""
+    holders: Mapping[StageId, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Stateful stages: the containers that keep a backup of each slice."""
 
     @staticmethod
     def initial(
@@ -49,8 +57,38 @@ class RoutingTable:
     def slices_of(self, stage: StageId, container: int) -> tuple[SliceId, ...]:
         return tuple(SliceId(s) for s, c in enumerate(self.owners[stage]) if c == container)
 
+    def occupied(self, stage: StageId) -> tuple[int, ...]:
+        """Containers of a stage that have something to do: those with slices, or all of a source's."""
+        return tuple(sorted(set(self.owners[stage]))) if stage in self.owners else tuple(range(self.instances[stage]))
+
+    def copies_on(self, stage: StageId, container: int) -> frozenset[int]:
+        """Slices that a container is to keep a backup of."""
+        return frozenset(s for s, held in enumerate(self.holders.get(stage, ())) if container in held)
+
+    def change(self, **changes: Any) -> RoutingTable:
+        """The next version."""
+        return replace(self, version=RoutingVersion(self.version + 1), **changes)
+
+    def moved_to(self, stage: StageId, moves: Mapping[int, int]) -> RoutingTable:
+        """Some slices of a stage with other owners."""
+        owners = tuple(ContainerId(moves.get(s, c)) for s, c in enumerate(self.owners[stage]))
+        return self.change(owners={**self.owners, stage: owners})
+
+    def resized(self, stage: StageId, instances: int) -> RoutingTable:
+        """Room for so many containers; slices stay where they are."""
+        self.check(stage, instances)
+        return self.change(instances={**self.instances, stage: instances})
+
     def rescale(self, stage: StageId, instances: int) -> RoutingTable:
         """A new version with another number of instances of one stage, moving as few slices as balance allows."""
+        self.check(stage, instances)
+        owners = dict(self.owners)
+        if stage in owners:
+            owners[stage] = rebalance(owners[stage], instances)
+        return self.change(owners=owners, instances={**self.instances, stage: instances})
+
+    def check(self, stage: StageId, instances: int) -> None:
+        """Refuse what cannot be."""
         if stage not in self.instances:
             raise ConfigError(
                 f"there is no stage '{stage}' to rescale.",
@@ -63,10 +101,6 @@ class RoutingTable:
                 f"stage '{stage}' cannot have {instances} instances: it has only {self.slices} slices.",
                 remedy="Slices are set at the first run; choose as many as the cores that the job may ever use.",
             )
-        owners = dict(self.owners)
-        if stage in owners:
-            owners[stage] = rebalance(owners[stage], instances)
-        return RoutingTable(RoutingVersion(self.version + 1), self.slices, owners, {**self.instances, stage: instances})
 
     def moved(self, other: RoutingTable) -> int:
         """How many slices have another owner in ``other``."""
@@ -77,7 +111,15 @@ class RoutingTable:
     def validate(self) -> None:
         for stage, owners in self.owners.items():
             assert len(owners) == self.slices, f"stage {stage} has {len(owners)} of {self.slices} slices"
-            assert set(owners) == set(range(self.instances[stage])), f"stage {stage}: a container without slices"
+            assert set(owners) <= set(range(self.instances[stage])), f"stage {stage}: an owner that is not there"
+        for stage, holders in self.holders.items():
+            for number, held in enumerate(holders):
+                assert self.owners[stage][number] not in held, f"stage {stage}: the owner of {number} is its own backup"
+
+    def filled(self) -> RoutingTable:
+        """For a new start: every container has slices again."""
+        owners = {s: rebalance(o, self.instances[s]) for s, o in self.owners.items()}
+        return self if owners == dict(self.owners) else self.change(owners=owners)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -13,14 +13,24 @@ from typing import Any
 from penstock.config import Config
 from penstock.connectors.retrying import RetryingStore
 from penstock.connectors.store import DirectoryLock, FsspecStore
-from penstock.control.events import RescaleRequested, StopRequested
+from penstock.control.controller import Controller
+from penstock.control.events import (
+    CancelMovesRequested,
+    LeaveRequested,
+    MoveRequested,
+    RebalanceRequested,
+    RescaleRequested,
+    StopRequested,
+)
 from penstock.control.routing import RoutingTable
+from penstock.engines.control import serve
 from penstock.engines.local import LocalEngine
 from penstock.engines.protocol import Engine
 from penstock.engines.runtime import Runtime
 from penstock.errors import ConfigError, FlowError
 from penstock.flow import Flow
 from penstock.ids import StageId
+from penstock.observe.journal import History
 from penstock.observe.status import JobStatus
 from penstock.plan import Plan, compile_flow
 from penstock.state.store import MemoryStore, Store
@@ -47,13 +57,18 @@ class Job:
         runtime = self._runtime
         away = [runtime.away_notice] if runtime.away_notice else []
         sources = [notice for s in self._plan.sources.values() for notice in getattr(s, "notices", ())]
-        return [*runtime.notices, *away, *sources, *getattr(runtime.engine, "notices", ())]
+        found = [notice for part in (runtime.engine, runtime.metrics) for notice in getattr(part, "notices", ())]
+        return [*runtime.notices, *away, *sources, *found]
 
     @property
     def routing(self) -> RoutingTable | None:
         """Which container owns which slice, now; None while the job starts."""
         controller = self._runtime.controller
         return None if controller is None else controller.routing
+
+    def journal(self) -> History:
+        """Every step so far, with its cause: the last of them in memory, or all that the checkpoint's store has."""
+        return self._runtime.journal.history()
 
     def wait(self, timeout: float | None = None) -> bool:
         """True when the job has ended, False after the timeout. Raises the error that ended it, if one did."""
@@ -73,17 +88,107 @@ class Job:
         self.wait()
 
     def rescale(self, uid: str, instances: int) -> None:
-        """Change the number of instances of the stage that operator ``uid`` runs in, at the next epoch boundary."""
+        """Change the number of instances of the stage that operator ``uid`` runs in, while it runs."""
+        stage = self._stage(uid, "rescale")
+        controller = self._runtime.controller
+        if controller is not None:
+            controller.routing.check(stage, instances)  # refuse here what cannot be
+        self._runtime.post(RescaleRequested(self._runtime.clock(), stage, instances))
+
+    def scale_out(self, nodes: int = 1) -> None:
+        """Ask Spark for more executors. Once they are there, slices move to them, while the job runs."""
+        if nodes < 1:
+            raise ConfigError(f"{nodes} more nodes cannot be asked for.", remedy="Ask for at least 1.")
+        request = getattr(self._runtime.engine, "request_nodes", None)
+        master = self._runtime.config.master
+        if self._running() is None or request is None or master.startswith("local[") or master == "local":
+            raise ConfigError(
+                "this job runs in one process: there are no nodes to add.",
+                remedy="Run it on a cluster (master spark://..., yarn, k8s://... or local-cluster[N,CORES,MB]); "
+                "rescale changes the number of containers anywhere.",
+            )
+        if not request(nodes):
+            raise ConfigError(
+                f"the cluster manager did not take a request for {nodes} more executors.",
+                remedy="See that it can grant them: free workers, cores and memory, the limits of this application.",
+            )
+
+    def scale_in(self, nodes: int | list[str] = 1) -> None:
+        """Let nodes go, so many or these: their slices move away first, while the job runs."""
+        controller = self._ready()
+        names = [n for n in controller.nodes if n not in controller.leaving]
+        if isinstance(nodes, int):
+            slices = {n: 0 for n in names}
+            for owners in controller.routing.owners.values():
+                for container in owners:
+                    home = controller.routing.homes.get(container, "")
+                    slices[home] = slices.get(home, 0) + 1
+            chosen = sorted(names, key=lambda n: (slices.get(n, 0), -len(n), n))[:nodes]  # the least to move
+            if nodes < 1:
+                raise ConfigError(f"{nodes} nodes cannot be let go.", remedy="Name them, or give a number from 1 on.")
+            count = nodes
+        else:
+            chosen, count = list(nodes), len(nodes)
+            if unknown := [n for n in chosen if n not in controller.nodes]:
+                raise ConfigError(
+                    f"there is no node {unknown[0]}.", remedy=f"The nodes are {', '.join(controller.nodes)}."
+                )
+        if count >= len(names):
+            raise ConfigError(
+                f"{count} of {len(names)} nodes cannot go: somebody must stay.", remedy="Use stop to end the job."
+            )
+        self._runtime.post(LeaveRequested(self._runtime.clock(), tuple(chosen)))
+
+    def migrate(self, uid: str, slices: list[int], container: int) -> None:
+        """Move some slices of a stage to another of its containers, while it runs."""
+        stage = self._stage(uid, "move slices of")
+        controller = self._ready()
+        if stage not in controller.routing.owners:
+            raise ConfigError(f"'{uid}' is a source: it has no slices.", remedy="Move those of a keyed stage.")
+        usable = [p.container for p in controller.peers(stage)]
+        if container not in usable:
+            raise ConfigError(
+                f"container {container} of '{stage}' cannot take slices: it is not there, or on its way out.",
+                remedy=f"Those that can are {', '.join(map(str, usable))}.",
+            )
+        if wrong := [s for s in slices if not 0 <= s < controller.routing.slices]:
+            raise ConfigError(
+                f"there is no slice {wrong[0]}.", remedy=f"Slices go from 0 to {controller.routing.slices - 1}."
+            )
+        if busy := [s for s in slices if (stage, s) in controller.migration.moves]:
+            raise ConfigError(
+                f"slice {busy[0]} of '{stage}' is on the move already.", remedy="Wait for it, or cancel the moves."
+            )
+        targets = dict.fromkeys(slices, container)
+        self._runtime.post(MoveRequested(self._runtime.clock(), stage, targets))
+
+    def rebalance(self) -> None:
+        """Spread slices evenly over the containers there are, moving as few as that takes."""
+        self._ready()
+        self._runtime.post(RebalanceRequested(self._runtime.clock()))
+
+    def cancel_moves(self) -> None:
+        """Call off every move that has not reached its switch."""
+        self._ready()
+        self._runtime.post(CancelMovesRequested(self._runtime.clock()))
+
+    def _stage(self, uid: str, what: str) -> StageId:
         stage = self._plan.stage_of(uid)
         if stage is None:
             raise ConfigError(
-                f"there is no operator '{uid}' to rescale.",
+                f"there is no operator '{uid}' to {what}.",
                 remedy=f"The stages are {', '.join(s.id for s in self._plan.stages)}.",
             )
-        controller = self._runtime.controller
-        if controller is not None:
-            controller.routing.rescale(stage.id, instances)  # refuse here what cannot be
-        self._runtime.post(RescaleRequested(self._runtime.clock(), StageId(stage.id), instances))
+        return StageId(stage.id)
+
+    def _running(self) -> Controller | None:
+        return None if self._runtime.ended.is_set() else self._runtime.controller
+
+    def _ready(self) -> Controller:
+        controller = self._running()
+        if controller is None or controller.phase == "starting":
+            raise ConfigError("the job is not running.", remedy="Wait until it runs: its status says so.")
+        return controller
 
     def __enter__(self) -> Job:
         return self
@@ -145,7 +250,20 @@ def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **
     runtime = Runtime(plan, config, store, make_engine, checkpoint_url=url, **hooks)
     if isinstance(store, RetryingStore):
         store.watch = runtime.store_changed
-    return Job(runtime, plan, cleanup)
+    job = Job(runtime, plan, cleanup)
+    if config.control:
+        server, problem = serve(
+            job,
+            name=config.name or flow.name,
+            checkpoint=config.checkpoint and url,
+            job_id=lambda: runtime.job_id,
+            ended=runtime.ended.is_set,
+        )
+        if server is not None:
+            cleanups.append(server.close)
+        else:
+            runtime.notices.append(problem)
+    return job
 
 
 def run(flow: Flow, *, config: str | None = None, **settings: Any) -> Job:
@@ -159,4 +277,4 @@ def run_local(flow: Flow, **settings: Any) -> None:
     """Run a flow in this process, without Spark, until its sources are exhausted: the oracle, and the way to test
     flows.
     """
-    start(flow, engine="local", config=Config(**settings)).wait()
+    start(flow, engine="local", config=Config(**{"control": False, **settings})).wait()

@@ -7,7 +7,7 @@ own flows. It has containers and slices like Spark's, so that rescaling can be t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from penstock.control.events import (
     Event,
     Flush,
     Flushed,
+    NodeInfo,
     RunStage,
     StageDone,
     StageFailed,
@@ -55,10 +56,15 @@ def task_specs(
         command.clock_ms,
         on_error,
         command.ports,
+        [list(held) for held in command.copies],
+        list(command.commits),
+        command.sends,
+        command.handover,
+        command.full,
     )
     if stage.source is not None:
         return [replace_spec(base, index=i, split=s) for i, s in enumerate(splits or [None])]  # type: ignore[list-item]
-    return [replace_spec(base, index=i) for i in range(routing.instances[stage.id])]
+    return [replace_spec(base, index=i) for i in command.containers]
 
 
 def flush_specs(command: Flush, plan: Plan, routing: RoutingTable) -> list[TaskSpec]:
@@ -75,8 +81,7 @@ def flush_specs(command: Flush, plan: Plan, routing: RoutingTable) -> list[TaskS
             {stage.id: routing.instances[stage.id]},
         )
         for stage in plan.stages
-        if stage.stateful
-        for index in range(routing.instances[stage.id])
+        for index in command.containers.get(stage.id, ())
     ]
 
 
@@ -95,6 +100,8 @@ class LocalEngine:
         self.worker = Worker(plan, job_id, store)
         self.blobs: dict[tuple[int, str, int], list[bytes]] = {}
         """(epoch, stage, container) -> what upstream tasks sent"""
+        self.sent: dict[tuple[int, str, int], list[bytes]] = {}
+        """The same, for what containers of one stage sent to each other."""
         self.post: Post = lambda event: None
 
     def start(self, post: Post) -> None:
@@ -106,11 +113,14 @@ class LocalEngine:
         try:
             for spec in task_specs(command, self.plan, routing, splits, self.on_error):
                 inputs = self.blobs.get((command.epoch, command.stage, spec.index), [])
+                if command.receives:
+                    inputs = [*inputs, *self.sent.get((command.epoch - 1, command.stage, spec.index), [])]
                 report, out = self.worker.run(spec, inputs)
                 report.node = "local"
                 reports.append(report)
                 for (stage, container), blob in out.items():
-                    self.blobs.setdefault((command.epoch, stage, container), []).append(blob)
+                    place = self.sent if stage == command.stage else self.blobs
+                    place.setdefault((command.epoch, stage, container), []).append(blob)
         except (OSError, MemoryError) as error:
             self.post(StageFailed(time.monotonic(), command.epoch, command.stage, command.attempt, repr(error)))
             return
@@ -130,19 +140,24 @@ class LocalEngine:
         pass
 
     def warm_up(self, command: WarmUp) -> None:
-        self.post(WarmedUp(time.monotonic(), command.stage, command.instances))
+        self.post(WarmedUp(time.monotonic(), command.stage, command.containers))
 
     def compact(self, command: Compact, run: Callable[[], Event]) -> None:
         self.post(run())
 
     def cancel(self) -> None:
         self.blobs.clear()
+        self.sent.clear()
 
     def release(self, epoch: int) -> None:
         self.blobs = {k: v for k, v in self.blobs.items() if k[0] > epoch}
+        self.sent = {k: v for k, v in self.sent.items() if k[0] > epoch}
 
-    def node_of(self, container: int) -> str:
-        return "local"
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        return (NodeInfo("local", cores=self.cores),)
+
+    def release_nodes(self, nodes: Sequence[str]) -> None:
+        pass
 
     def stop(self) -> None:
         self.blobs.clear()

@@ -6,10 +6,10 @@ or is cancelled: the controller waits for all of a failed attempt to be gone bef
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from penstock.control.events import Compact, Event, Flush, RunStage, WarmUp
+from penstock.control.events import Compact, Event, Flush, NodeInfo, RunStage, WarmUp
 from penstock.control.routing import RoutingTable
 
 Post = Callable[[Event], None]
@@ -50,7 +50,10 @@ class Engine(Protocol):
     def release(self, epoch: int) -> None:
         """Shuffle files of this epoch may go."""
 
-    def node_of(self, container: int) -> str:
-        """Where the container of this number runs, in every stage."""
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        """The nodes there are now. When they change, NodesChanged is posted."""
+
+    def release_nodes(self, nodes: Sequence[str]) -> None:
+        """Nobody needs these nodes any more."""
 
     def stop(self) -> None: ...

@@ -54,11 +54,13 @@ from penstock.control.events import (
     PlanEpoch,
     PublishEpoch,
     ReleaseEpoch,
+    ReleaseNodes,
     RunStage,
     StageDone,
     Started,
     StoreChanged,
     TaskError,
+    Tell,
     Tick,
     WarmUp,
     WriteManifest,
@@ -78,6 +80,8 @@ from penstock.errors import (
     StoreAway,
 )
 from penstock.ids import StageId
+from penstock.observe import cluster
+from penstock.observe.journal import Journal
 from penstock.observe.metrics import Metrics
 from penstock.observe.status import JobStatus
 from penstock.plan import Plan
@@ -89,6 +93,7 @@ LOG_NAME = "log/{:012d}.json"
 TICK_S = 0.02
 ATTEMPTS_PER_START = 1000
 HEARTBEAT_S = 10.0
+NOTICES_MAX = 200
 CLOCKED_EPOCH_S = 0.5
 """An idle flow with windows by the clock runs an empty epoch this often."""
 
@@ -153,7 +158,6 @@ class Runtime:
         self.controller: Controller | None = None
         self.metrics: Metrics | None = None
         self.ranges: dict[tuple[int, str], dict[str, Any]] = {}
-        self.routings: dict[int, RoutingTable] = {}
         self.notices: list[str] = []
         self.job_id = ""
         self.first_attempt = 1
@@ -166,6 +170,8 @@ class Runtime:
         """An epoch could not be logged: the job is about to end."""
         self.away_notice: str | None = None
         """Said while the store is away."""
+        durable = checkpoint_url is not None and config.checkpoint is not None
+        self.journal = Journal(store if durable else None, config.journal_mb, wall_ms=wall_ms)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -213,7 +219,13 @@ class Runtime:
         """One event: what it means, and what is to be done about it."""
         assert self.controller is not None
         self._observe(event)
-        for command in self.controller.step(event):
+        try:
+            commands = self.controller.step(event)
+        except Exception as error:
+            self.journal.crashed(event, error)
+            raise
+        self.journal.record(event, commands)
+        for command in commands:
             self._execute(command)
 
     def _close(self) -> None:
@@ -232,6 +244,7 @@ class Runtime:
                 close()
             except Exception as error:  # the job is over: say it, do not hide the real outcome
                 self.notices.append(f"while closing: {type(error).__name__}: {error}")
+        self.journal.close()
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -277,6 +290,11 @@ class Runtime:
                 c.deltas_max,
                 c.epochs_max,
                 c.store_away_epochs,
+                c.backups,
+                c.placement,
+                c.moves == "live",
+                c.move_timeout_s,
+                c.checkpoints == "full",
             ),
             Manifest(job_id, self.plan.graph.name, self.plan.fingerprint(), 0),
         )
@@ -296,7 +314,12 @@ class Runtime:
         if self.plan.graph.dead_letters is not None:
             schema = pl.Schema({c: pl.String() for c in ("source", "offset", "reason", "raw")})
             self.plan.graph.dead_letters.open(SinkContext(DEAD_LETTERS, job_id, schema, resumed, self.engine.spark))
-        self.post(Started(self.clock(), restored, tuple(logged), self.first_attempt))
+        self.journal.begin(
+            self.controller,
+            start=self.first_attempt // ATTEMPTS_PER_START,
+            facts={"job": job_id, "flow": self.plan.graph.name, "engine": self.engine.name},
+        )
+        self.post(Started(self.clock(), restored, tuple(logged), self.first_attempt, self.engine.nodes()))
 
     def _job_id(self) -> str:
         try:
@@ -466,6 +489,10 @@ class Runtime:
                 self._submit(self.publisher, self._collect_garbage, command)
             case CancelAll():
                 self.engine.cancel()
+            case ReleaseNodes():
+                self.engine.release_nodes(command.nodes)
+            case Tell():
+                self.notices = [*self.notices[-NOTICES_MAX:], f"{command.text}."]
             case Finish():
                 self.reason = command.reason
             case Fail():
@@ -495,8 +522,7 @@ class Runtime:
 
     def _routing(self, version: int) -> RoutingTable:
         assert self.controller is not None
-        self.routings[self.controller.routing.version] = self.controller.routing
-        return self.routings[version]
+        return self.controller.routings[version]
 
     def _run_stage(self, command: RunStage) -> None:
         assert self.engine is not None and self.controller is not None
@@ -707,8 +733,9 @@ class Runtime:
 
     def _crossing(self, node: str, sizes: list[int]) -> tuple[int, int]:
         """Bytes for containers on the same node, and bytes that leave it."""
-        assert self.engine is not None
-        local = sum(b for c, b in enumerate(sizes) if self.engine.node_of(c) == node)
+        assert self.controller is not None
+        homes = self.controller.routing.homes
+        local = sum(b for c, b in enumerate(sizes) if homes.get(c) == node)
         return local, sum(sizes) - local
 
     def status(self) -> JobStatus:
@@ -716,7 +743,13 @@ class Runtime:
             phase = "failed" if self.error else "starting"
             error = str(self.error) if self.error else None
             return JobStatus(self.config.name or self.plan.graph.name, self.plan.graph.name, "", phase, error=error)
-        status = self.metrics.status(self.controller, self.clock())
+        now = self.clock()
+        status = replace(
+            self.metrics.status(self.controller, now),
+            nodes=cluster.nodes(self.controller),
+            moves=cluster.moves(self.controller, now),
+            backups=cluster.backups(self.controller),
+        )
         if self.error is not None:
             return replace(status, phase="failed", error=str(self.error))
         return replace(status, phase=self.reason) if self.reason else status

@@ -6,6 +6,9 @@ the sinks; and returns one blob of rows for each container downstream and one co
 
 State is a cache. Every table carries the epoch and the attempt it stands at; a mismatch means undo, reload, or an
 honest "missing", never a wrong answer.
+
+Containers of one stage also send to each other, from one epoch to the next: pieces of deltas for those who keep
+backups, and, when a slice changes its owner, what changed in it since the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from penstock.connectors.base import BadRecord
 from penstock.connectors.rows import bad_records_frame
 from penstock.control.events import TaskError, TaskReport
 from penstock.control.topology import at_port
+from penstock.engines.keeper import Keeper
 from penstock.errors import BadRecordError, PenstockError
 from penstock.flow import Node
 from penstock.ids import StageId
@@ -47,8 +51,9 @@ from penstock.operators.base import (
 )
 from penstock.operators.steps import BatchStep
 from penstock.plan import Edge, Plan, Stage
+from penstock.state.backup import Commit, cut
 from penstock.state.checkpoint import Manifest
-from penstock.state.codec import checksum, decode, encode, select_slices
+from penstock.state.codec import checksum, decode, encode, select_slices, sort_by_slice
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import Store
 from penstock.state.table import Fragment, KeyedTable
@@ -59,6 +64,9 @@ FLUSH_WAIT_S = 1.0
 DEAD_LETTERS_MAX = 10_000
 """Kept of each task and epoch when the flow has no sink for them; all are counted."""
 MANIFEST_NAME = "manifests/{:012d}.json"
+PEERS = "@peers"
+"""Origin of what containers of one stage send to each other."""
+PIECE, HANDOVER = 0, 1
 
 
 class TaskSpec(msgspec.Struct):
@@ -81,6 +89,15 @@ class TaskSpec(msgspec.Struct):
     clock_ms: int = 0
     on_error: str = "dead_letter"
     ports: tuple[tuple[int, int], ...] = ()
+    copies: list[list[int]] = []
+    """for each slice of its stage the containers that keep a copy; empty: nobody does"""
+    commits: list[Commit] = []
+    sends: bool = False
+    """It sends to each of its peers."""
+    handover: dict[int, int] = {}
+    """slice -> container that owns it from the next epoch on"""
+    full: bool = False
+    """A checkpoint writes all of the state, before the task goes on: the way of others, for comparison."""
 
 
 class BlobHeader(msgspec.Struct, array_like=True):
@@ -112,6 +129,28 @@ def unpack_blob(blob: bytes) -> tuple[BlobHeader, list[tuple[int, pl.DataFrame]]
     return header, frames
 
 
+def pack_for_peer(index: int, items: Sequence[tuple[int, bytes]]) -> bytes:
+    """What one container sends to another of its stage: (kind, bytes)."""
+    header = _header_encoder.encode(BlobHeader(PEERS, index, [(kind, len(b)) for kind, b in items]))
+    return b"".join([len(header).to_bytes(4, "little"), header, *(b for _, b in items)])
+
+
+def sorted_out(blobs: Sequence[bytes]) -> tuple[list[bytes], list[tuple[int, bytes]]]:
+    """Blobs of rows, and what peers sent."""
+    rows, items = [], []
+    for blob in blobs:
+        size = int.from_bytes(blob[:4], "little")
+        header = _header_decoder.decode(blob[4 : 4 + size])
+        if header.origin != PEERS:
+            rows.append(blob)
+            continue
+        at = 4 + size
+        for kind, length in header.parts:
+            items.append((kind, blob[at : at + length]))
+            at += length
+    return rows, items
+
+
 def frame_bytes(frame: pl.DataFrame) -> bytes:
     buffer = io.BytesIO()
     frame.write_ipc_stream(buffer, compat_level=pl.CompatLevel.newest())
@@ -134,18 +173,26 @@ class Container:
     attempt: int = -1
     pending: list[Future[dict[str, Any]]] = field(default_factory=list)
     """Deltas being written."""
+    unsent: list[dict[int, bytes]] = field(default_factory=list)
+    """Pieces of deltas that were written: holder -> piece."""
+    told: tuple[int, frozenset[int]] | None = None
+    """What the driver knows of its copies."""
 
 
 class Worker:
     """Holds the containers of one process and runs tasks on them."""
 
-    def __init__(self, plan: Plan, job_id: str, store: Store) -> None:
+    def __init__(self, plan: Plan, job_id: str, store: Store, keeper: Keeper | None = None) -> None:
+        """``keeper`` keeps backups of other containers' slices. Without one, those that are to be taken over come from
+        the store when they are needed.
+        """
         self.plan = plan
         self.job_id = job_id
         self.store = store
+        self.keeper = keeper
         self.containers: dict[tuple[str, int], Container] = {}
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-delta")
-        self.manifest: tuple[int, Manifest] | None = None
+        self.manifests: dict[int, Manifest] = {}
 
     # -- one task ------------------------------------------------------------------------------------------------
 
@@ -179,7 +226,8 @@ class Worker:
             root = self._read(stage, spec, report, context)
             container = None
         else:
-            container = self._container(stage, spec, report)
+            blobs, sent = sorted_out(blobs)
+            container = self._container(stage, spec, report, sent)
             if container is None and stage.stateful:
                 report.missing = True
                 return {}
@@ -194,6 +242,8 @@ class Worker:
             report.state_rows = container.table.rows_live
             report.state_bytes = container.table.nbytes
             report.deltas = self._written(container, wait=False)
+            out.update(self._to_peers(spec, container))
+            self._tell_copies(stage, spec, container, report)
         return out
 
     def flush(self, spec: TaskSpec) -> TaskReport:
@@ -247,12 +297,18 @@ class Worker:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def _container(self, stage: Stage, spec: TaskSpec, report: TaskReport) -> Container | None:
+    def _container(
+        self, stage: Stage, spec: TaskSpec, report: TaskReport, sent: Sequence[tuple[int, bytes]]
+    ) -> Container | None:
         """The container, standing exactly at the epoch before this one; None if that cannot be."""
         assert stage.keyed is not None
         layout = stage.keyed.table()
         if layout is None:
             return None
+        if self.keeper is not None:
+            for kind, piece in sent:
+                if kind == PIECE:
+                    self.keeper.offer(spec.stage, piece)
         owned = frozenset(s for s, c in enumerate(spec.owners[spec.stage]) if c == spec.index)
         key = (spec.stage, spec.index)
         found = self.containers.get(key)
@@ -260,44 +316,127 @@ class Worker:
         if found is not None and found.attempt != spec.attempt:
             # A new attempt starts from the checkpoint: go back to it, or forget everything.
             found.pending.clear()
+            found.unsent.clear()
             if found.table.undo_to(spec.checkpoint):
                 found.epoch, found.attempt = spec.checkpoint, spec.attempt
             else:
                 found = None
-        if found is not None and found.epoch == before and found.slices == owned:
-            found.table.release(spec.checkpoint)
-            return found
         if found is not None and found.epoch != before:
             found = None
-        if spec.checkpoint != before:
+        if found is not None and found.slices == owned:
+            found.table.release(spec.checkpoint)
+            return found
+        new = owned - found.slices if found is not None else owned
+        handed = self._handed_over(spec, sent)
+        at_checkpoint = spec.checkpoint == before
+        if not at_checkpoint and not new <= handed.keys():
             return None
         began = time.perf_counter()
         if found is None:
-            found = Container(spec.stage, spec.index, KeyedTable(layout, base_epoch=before), epoch=before)
-            found.attempt = spec.attempt
+            table = KeyedTable(layout, base_epoch=spec.checkpoint)
+            found = Container(spec.stage, spec.index, table, epoch=before, attempt=spec.attempt)
             self.containers[key] = found
         found.table.release(spec.checkpoint)
-        gone, new = found.slices - owned, owned - found.slices
-        if gone:
+        if gone := found.slices - owned:
             found.table.drop_slices(gone, spec.slices)
         if new:
-            self._load(spec, found.table, new)
+            self._load(stage, spec, found.table, new, report)
+            for frame in {id(handed[s]): handed[s] for s in new}.values() if not at_checkpoint else ():
+                found.table.merge(frame)  # what its old owner did since the checkpoint: it can be undone, and is ours
         found.slices = owned
         report.load_ms = (time.perf_counter() - began) * 1000
         return found
 
-    def _load(self, spec: TaskSpec, table: KeyedTable, slices: frozenset[int]) -> None:
+    def _handed_over(self, spec: TaskSpec, sent: Sequence[tuple[int, bytes]]) -> dict[int, pl.DataFrame]:
+        """slice -> rows that its old owner changed since the checkpoint"""
+        found: dict[int, pl.DataFrame] = {}
+        for kind, data in sent:
+            if kind == HANDOVER:
+                meta, frame = decode(data, f"handover of {spec.stage}")
+                expected = (spec.stage, spec.epoch - 1, spec.attempt, spec.checkpoint)
+                if (meta["stage"], meta["epoch"], meta["attempt"], meta["checkpoint"]) == expected:
+                    found.update(dict.fromkeys(meta["handed"], frame))
+        return found
+
+    def _load(
+        self, stage: Stage, spec: TaskSpec, table: KeyedTable, slices: frozenset[int], report: TaskReport
+    ) -> None:
+        """Bring slices up as they are in the checkpoint: from a backup that is here, else from the store."""
         if spec.checkpoint == 0:
             return  # before any input every slice is empty
-        if self.manifest is None or self.manifest[0] != spec.checkpoint:
-            name = MANIFEST_NAME.format(spec.checkpoint)
-            self.manifest = (spec.checkpoint, Manifest.from_bytes(self.store.get(name), name))
-        for file in self.manifest[1].files_for(spec.stage, slices):
+        taken: dict[int, list[pl.DataFrame]] = {}
+        if self.keeper is not None:
+            self._keep(stage, spec, self._copies(spec) | slices)
+            taken = self.keeper.take(spec.stage, slices, spec.checkpoint)
+        for layer in range(max(map(len, taken.values()), default=0)):  # slices have no rows in common
+            table.load(pl.concat([frames[layer] for frames in taken.values() if layer < len(frames)]))
+        rest = slices - taken.keys()
+        for file in self._manifest(spec.checkpoint).files_for(spec.stage, rest) if rest else ():
             meta, frame = decode(self.store.get(file.name), file.name)
             table.load(select_slices(meta, frame, file.slices))
+        report.rebuilt = {"backup": len(taken), "durable": len(rest)}
+
+    def _manifest(self, checkpoint: int) -> Manifest:
+        if checkpoint not in self.manifests:
+            self.manifests = {checkpoint: read_manifest(self.store, checkpoint)}
+        return self.manifests[checkpoint]
+
+    # -- peers ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _copies(spec: TaskSpec) -> frozenset[int]:
+        """Slices that this container is to keep a copy of."""
+        return frozenset(s for s, keepers in enumerate(spec.copies) if spec.index in keepers)
+
+    def _keep(self, stage: Stage, spec: TaskSpec, wanted: frozenset[int]) -> None:
+        assert self.keeper is not None and stage.keyed is not None
+        layout = stage.keyed.table()
+        assert layout is not None
+        self.keeper.tell(spec.stage, layout.key.names(), spec.slices, wanted, spec.checkpoint, spec.commits)
+
+    def _tell_copies(self, stage: Stage, spec: TaskSpec, container: Container, report: TaskReport) -> None:
+        wanted = self._copies(spec)
+        held = (spec.checkpoint, wanted)
+        if self.keeper is not None:
+            self._keep(stage, spec, wanted)
+            checkpoint, slices = self.keeper.held(spec.stage)
+            held = (checkpoint, slices & wanted)
+            report.problem = self.keeper.problem() or ""
+        if held != container.told:
+            container.told = held
+            report.held = (held[0], sorted(held[1]))
+        report.unsent = bool(container.unsent)
+
+    def _to_peers(self, spec: TaskSpec, container: Container) -> dict[tuple[str, int], bytes]:
+        if not spec.sends:
+            return {}
+        items: dict[int, list[tuple[int, bytes]]] = {c: [] for c in range(spec.instances[spec.stage])}
+        for pieces in container.unsent:
+            for target, piece in pieces.items():
+                if target in items:
+                    items[target].append((PIECE, piece))
+        container.unsent = []
+        mine = {s: c for s, c in spec.handover.items() if s in container.slices}
+        for target in sorted(set(mine.values())):
+            slices = sorted(s for s, c in mine.items() if c == target)
+            meta = {
+                "job": self.job_id,
+                "stage": spec.stage,
+                "kind": "handover",
+                "epoch": spec.epoch,
+                "attempt": spec.attempt,
+                "checkpoint": spec.checkpoint,
+                "handed": slices,
+            }
+            frame = container.table.unreleased(slices, spec.slices)
+            items[target].append((HANDOVER, encode(meta, frame, slices_total=spec.slices)))
+        return {(spec.stage, c): pack_for_peer(spec.index, sent) for c, sent in items.items()}
 
     def _seal(self, stage: Stage, spec: TaskSpec, container: Container) -> None:
         """End the active fragment and hand it to the background writer. Processing goes on at once."""
+        if spec.full:
+            self._seal_whole(stage, spec, container)
+            return
         fragment = container.table.seal(spec.epoch)
         done = {"epoch": spec.epoch, "attempt": spec.attempt, "file": None}
         if not fragment.rows:
@@ -309,10 +448,23 @@ class Worker:
         container.pending.append(self.writer.submit(self._write_delta, name, fragment, spec, done))
 
     def _write_delta(self, name: str, fragment: Fragment, spec: TaskSpec, done: dict[str, Any]) -> dict[str, Any]:
-        frame = fragment.frame()
-        data, file = delta_file(name, frame, self.job_id, spec)
+        meta, frame, data, file = delta_file(name, fragment.frame(), self.job_id, spec)
         self.store.put(name, data)
-        return {**done, "file": file}
+        written = {**done, "file": file, "touched": sorted(map(int, meta["slices"]))}
+        if spec.copies:
+            written["pieces"] = cut((meta, frame), name, spec.copies, spec.attempt)
+        return written
+
+    def _seal_whole(self, stage: Stage, spec: TaskSpec, container: Container) -> None:
+        """The way of others, for comparison: everybody waits until all of the state is written."""
+        container.table.seal(spec.epoch)
+        whole = container.table.export(container.slices, spec.slices)
+        name = f"state/{spec.stage}/{spec.epoch:012d}-{spec.attempt:04d}-{spec.index:04d}.base"
+        _, _, data, file = delta_file(name, whole, self.job_id, spec)
+        self.store.put(name, data)
+        ready: Future[dict[str, Any]] = Future()
+        ready.set_result({"epoch": spec.epoch, "attempt": spec.attempt, "file": {**file, "kind": "base"}})
+        container.pending.append(ready)
 
     def _written(self, container: Container, *, wait: bool) -> list[dict[str, Any]]:
         out = []
@@ -322,7 +474,10 @@ class Worker:
             if wait or future.done():
                 try:
                     # An error of the store surfaces here, in the next record.
-                    out.append(future.result(max(0.0, deadline - time.monotonic())))
+                    written = dict(future.result(max(0.0, deadline - time.monotonic())))
+                    if pieces := written.pop("pieces", None):
+                        container.unsent.append(pieces)
+                    out.append(written)
                     continue
                 except TimeoutError:
                     if future.done():
@@ -496,28 +651,43 @@ class Worker:
             report.parts[id] = ref
 
 
-def delta_file(name: str, frame: pl.DataFrame, job_id: str, spec: TaskSpec) -> tuple[bytes, dict[str, Any]]:
-    """Encode a fragment, rows sorted by slice; the bytes, and the descriptor that a manifest keeps."""
+def read_manifest(store: Store, checkpoint: int) -> Manifest:
+    name = MANIFEST_NAME.format(checkpoint)
+    return Manifest.from_bytes(store.get(name), name)
+
+
+def delta_file(
+    name: str, frame: pl.DataFrame, job_id: str, spec: TaskSpec
+) -> tuple[dict[str, Any], pl.DataFrame, bytes, dict[str, Any]]:
+    """A fragment as a file: its header, its rows sorted by slice, the bytes, and the descriptor for the manifest."""
     owned = [s for s, c in enumerate(spec.owners[spec.stage]) if c == spec.index]
+    frame, index = sort_by_slice(frame, spec.slices)
     meta = {
         "job": job_id,
         "stage": spec.stage,
         "kind": "delta",
         "epoch_from": spec.checkpoint,
         "epoch_to": spec.epoch,
+        "slices_total": spec.slices,
+        "slices": {str(number): place for number, place in index.items()},
     }
-    data = encode(meta, frame, slices_total=spec.slices)
-    return data, {
-        "name": name,
-        "stage": spec.stage,
-        "kind": "delta",
-        "epoch_from": spec.checkpoint,
-        "epoch_to": spec.epoch,
-        "slices": owned,
-        "rows": frame.height,
-        "bytes": len(data),
-        "checksum": checksum(data),
-    }
+    data = encode(meta, frame)
+    return (
+        meta,
+        frame,
+        data,
+        {
+            "name": name,
+            "stage": spec.stage,
+            "kind": "delta",
+            "epoch_from": spec.checkpoint,
+            "epoch_to": spec.epoch,
+            "slices": owned,
+            "rows": frame.height,
+            "bytes": len(data),
+            "checksum": checksum(data),
+        },
+    )
 
 
 def split_by_owner(

@@ -22,7 +22,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from penstock.observe.status import JobStatus, OperatorStatus
+from penstock.observe.status import JobStatus, OperatorStatus, straggler_text
 
 FRAME_S = 0.25
 LINE_S = 1.0
@@ -256,6 +256,10 @@ def _facts(status: JobStatus, width: int) -> list[Text]:
     seen = [(name, short(count)) for name, count in _troubles(status)]
     if seen:
         texts.append(_fact_line(seen, "yellow", width))
+    if status.stragglers:
+        more = f" (and {len(status.stragglers) - 1} more)" if len(status.stragglers) > 1 else ""
+        slow = _cut(straggler_text(status.stragglers[0]), max(0, width - 4 - len(more))) + more
+        texts.append(Text(f"  {slow}", style="yellow"))
     return texts
 
 

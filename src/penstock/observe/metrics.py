@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 from penstock.control.events import TaskReport
 from penstock.ids import StageId
-from penstock.observe.status import JobStatus, OperatorStatus
+from penstock.observe.status import JobStatus, OperatorStatus, straggler_text
 
 WINDOW_S = 10.0
 HISTORY_MAX = 4096
+STRAGGLER_EPOCHS = 20
+"""How far back the times of a container are looked at, and how many of them it takes at least: a quarter."""
+STRAGGLER_TIMES = 2.0
+STRAGGLER_MS = 20.0
+"""Below this nobody waits long enough for a container to care."""
 
 
 @dataclass
@@ -30,6 +35,9 @@ class _Stage:
     state: dict[int, tuple[int, int]] = field(default_factory=dict)
     recent: deque[tuple[float, int, int, float]] = field(default_factory=deque)
     """(at, rows in, rows out, busy ms)"""
+    times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)
+    """container -> (busy ms, rows in) of its last epochs"""
+    nodes: dict[int, str] = field(default_factory=dict)
 
 
 class Metrics:
@@ -48,6 +56,9 @@ class Metrics:
         self.epochs: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
         self.began = 0.0
         self.counted_through = 0
+        self.stragglers: tuple[dict[str, Any], ...] = ()
+        self.notices: list[str] = []
+        self._told: set[tuple[str, int, str]] = set()
         self._planned: dict[int, float] = {}
         self._previous_plan: dict[int, float] = {}
         self._last_plan = 0.0
@@ -79,8 +90,14 @@ class Metrics:
                 total[0] += a
                 total[1] += b
                 total[2] += ms
-        s.state = {i: v for i, v in s.state.items() if i < len(reports)}
+        present = {r.index for r in reports}
+        s.state = {i: v for i, v in s.state.items() if i in present}
         self.dead += sum(r.dead for r in reports)
+        if self.kinds[stage][0] == "keyed":  # the tasks of a source are splits, another each time
+            s.times = {r.index: s.times.get(r.index) or deque(maxlen=STRAGGLER_EPOCHS) for r in reports}
+            s.nodes = {r.index: r.node for r in reports}
+            for r in reports:
+                s.times[r.index].append((r.busy_ms, r.rows_in))
 
     def exchanged(self, stage: str, local: int, remote: int) -> None:
         self.stages[stage].bytes_local += local
@@ -104,6 +121,35 @@ class Metrics:
                 "instances": dict(instances),
             }
         )
+        self.find_stragglers()
+
+    def find_stragglers(self) -> None:
+        """Containers that the others of their stage wait for, epoch after epoch."""
+        found: list[dict[str, Any]] = []
+        for id, s in self.stages.items():
+            typical = {c: median(ms for ms, _ in t) for c, t in s.times.items() if len(t) >= STRAGGLER_EPOCHS // 4}
+            if len(typical) < 2:
+                continue
+            # The lower one of two in the middle, or of two containers none could ever be twice as slow as the median.
+            usual = median_low(typical.values())
+            for container, ms in typical.items():
+                if ms > STRAGGLER_MS and ms > STRAGGLER_TIMES * usual:
+                    rows = {c: median(n for _, n in s.times[c]) for c in typical}
+                    found.append(
+                        {
+                            "stage": id,
+                            "container": container,
+                            "node": s.nodes.get(container, ""),
+                            "times_slower": round(ms / max(usual, 0.1), 1),
+                            "times_rows": round(rows[container] / max(median_low(rows.values()), 1), 1),
+                        }
+                    )
+        self.stragglers = tuple(sorted(found, key=lambda f: -f["times_slower"]))
+        for one in self.stragglers:
+            key = (one["stage"], one["container"], one["node"])
+            if key not in self._told:
+                self._told.add(key)
+                self.notices.append(straggler_text(one) + ".")
 
     def status(self, controller: Any, now: float) -> JobStatus:
         recent = [e for e in list(self.epochs)[-200:] if e["at_s"] >= now - self.began - WINDOW_S]
@@ -171,6 +217,7 @@ class Metrics:
                 for o, (a, b, ms) in list(self.operators.items())
             ),
             tuple(list(self.epochs)[-600:]),
+            stragglers=self.stragglers,
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -65,5 +66,44 @@ class JobStatus:
     history: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     """One entry for each recent epoch: epoch, at_s, rows, ms, state_rows, instances."""
 
+    nodes: tuple[dict[str, Any], ...] = ()
+    """One entry for each node: name, host, zone, cores, containers (their numbers), slices (how many), and state: up,
+    leaving or suspect."""
+    moves: tuple[dict[str, Any], ...] = ()
+    """Slices on their way: stage, slice, source, target, phase, since_s, cause."""
+    backups: dict[str, Any] = field(default_factory=dict)
+    """r, slices_current, slices_total; empty without backups."""
+    policy: str | None = None
+    """The policy that scales the job, and what it last said."""
+    stragglers: tuple[dict[str, Any], ...] = ()
+    """Containers that the others of their stage wait for: stage, container, node, times_slower, times_rows (how many
+    times the rows of the others: much more than 1 is skew, about 1 a slow machine)."""
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> JobStatus:
+        """What ``to_dict`` gave, perhaps by way of JSON. Fields that this version does not know are left out."""
+        known = _known(cls, data)
+        known["operators"] = tuple(
+            OperatorStatus(**{**_known(OperatorStatus, o), "operators": tuple(o.get("operators", ()))})
+            for o in data.get("operators", ())
+        )
+        for name in ("steps", "history", "nodes", "moves", "stragglers"):
+            known[name] = tuple(data.get(name, ()))
+        return cls(**known)
+
+
+def straggler_text(one: Mapping[str, Any]) -> str:
+    """A straggler in words, with what it may come from."""
+    where = f" on {one['node']}" if one.get("node") else ""
+    rows = one.get("times_rows", 1.0)
+    why = f", with {rows:g} times the rows" if rows >= 1.5 else ", with no more rows than the others"
+    who = f"container {one['container']} of '{one['stage']}'{where}"
+    return f"{who} takes {one['times_slower']:g} times as long as the others{why}"
+
+
+def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {entry.name for entry in fields(kind)}
+    return {name: value for name, value in data.items() if name in names}

@@ -281,6 +281,33 @@ class KeyedTable:
         deleted = np.zeros(rows.size, dtype=np.bool_)
         return _build_frame(self.spec, self._hash[rows], self._keys.gather(rows), values, deleted)
 
+    def unreleased(self, slices: Collection[int], slices_total: int) -> pl.DataFrame:
+        """What changed in some slices since the last release, as a fragment's columns: all that somebody who has them
+        as they were then still lacks. O(rows touched since)."""
+        logs = [log for log in [*self._sealed, self._active] if log.count()]
+        for log in logs:
+            log.settle()
+        rows = np.concatenate([np.zeros(0, np.int64), *(log.rows for log in logs)])
+        rows, first = np.unique(rows, return_index=True)
+        was_live = np.concatenate([np.zeros(0, np.bool_), *(log.was_live for log in logs)])[first]
+        inside = self._in_slices(rows, slices, slices_total)
+        rows, was_live = rows[inside], was_live[inside]
+        encoded = {name: self._encode(name, rows) for name in self._objects}
+        return self._copy_changes(rows, was_live, encoded, self._base_epoch, self._base_epoch).frame()
+
+    def merge(self, frame: pl.DataFrame) -> None:
+        """Apply what ``unreleased`` gave elsewhere. Recorded: it belongs to the active fragment, can be undone, and is
+        in the next seal."""
+        gone = frame.filter(pl.col(DELETED))
+        if gone.height:
+            rows = self.find(gone.get_column(HASH).to_numpy(), gone)
+            self.delete(rows[rows >= 0])
+        there = frame.filter(~pl.col(DELETED))
+        if there.height:
+            rows, _ = self.upsert(there.get_column(HASH).to_numpy(), there)
+            for name, kind in self.spec.values.items():
+                self._columns[name][rows] = _decode_column(there, name, kind)
+
     def drop_slices(self, slices: Collection[int], slices_total: int) -> None:
         """Forget some slices altogether: rows, marks and undo information."""
         every = np.arange(self._rows, dtype=np.int64)

@@ -1,16 +1,17 @@
 """The simulated cluster: nodes that hold workers, and an engine that runs the controller's jobs on them.
 
 It does what the Spark engine does, as far as the controller and the state can tell: a container runs in a worker
-process of its own on node ``container mod nodes``; the nodes are looked at anew at each attempt; what a stage leaves
-for the next lies on the node that made it, and is lost with it; one task that fails ends its job; and every job is
-answered. Tasks run the real ``Worker`` code. They take virtual time: a task's effects come at one instant of it, its
-answer later.
+process of its own, on the node that the routing table names; who is there and who is not becomes known a while after
+it happened; what a stage leaves for the next lies on the node that made it, and is lost with it; one task that fails
+ends its job; and every job is answered. Tasks run the real ``Worker`` code, and keep backups with the real ``Keeper``.
+They take virtual time: a task's effects come at one instant of it, its answer later.
 """
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,21 +22,25 @@ from penstock.control.events import (
     Event,
     Flush,
     Flushed,
+    NodeInfo,
+    NodesChanged,
     RunStage,
     StageDone,
     StageFailed,
+    Stuck,
     TaskReport,
     WarmedUp,
     WarmUp,
 )
 from penstock.control.routing import RoutingTable
+from penstock.engines.keeper import Keeper
 from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.protocol import Post
 from penstock.engines.sim.checkers import Checkers
 from penstock.engines.sim.faults import Faults
 from penstock.engines.sim.outside import Outside
 from penstock.engines.sim.schedule import Schedule, SimPool
-from penstock.engines.task import TaskSpec, Worker
+from penstock.engines.task import TaskSpec, Worker, read_manifest
 from penstock.ids import Attempt, Epoch, StageId
 from penstock.plan import Plan
 from penstock.state.store import Store
@@ -47,11 +52,52 @@ _decode = msgspec.msgpack.Decoder(TaskReport).decode
 class SimWorker(Worker):
     """A worker process: the real thing, but for the thread that writes deltas. ``number`` tells processes apart."""
 
-    def __init__(self, number: int, pool: SimPool, plan: Plan, job_id: str, store: Store) -> None:
+    def __init__(
+        self, number: int, pool: SimPool, plan: Plan, job_id: str, store: Store, background: SimPool, spill: SimSpill
+    ) -> None:
         super().__init__(plan, job_id, store)
         self.number = number
         self.pool = pool
+        self.background = background
         self.writer = pool  # type: ignore[assignment]
+        self.keeper = Keeper(
+            job_id,
+            store,
+            memory_max=spill.memory_max,
+            spill=lambda: spill,
+            bytes_s=0.0,
+            pool=background,
+            load_manifest=lambda checkpoint: read_manifest(store, checkpoint),
+            clock=background.clock,
+            wait=None,
+        )
+
+    def die(self) -> None:
+        self.pool.die()
+        self.background.die()
+
+
+class SimSpill:
+    """Local disk, which may fail."""
+
+    def __init__(self, memory_max: int, fails: Callable[[], bool]) -> None:
+        self.memory_max = memory_max
+        self.fails = fails
+        self.items: dict[str, bytes] = {}
+
+    def put(self, name: str, data: bytes) -> None:
+        if self.fails():
+            raise OSError("no space left on the device, on purpose")
+        self.items[name] = data
+
+    def get(self, name: str) -> bytes:
+        return self.items[name]
+
+    def delete(self, name: str) -> None:
+        self.items.pop(name, None)
+
+    def clear(self) -> None:
+        self.items.clear()
 
 
 class Node:
@@ -69,11 +115,16 @@ class Node:
         self.up = False
         self.life += 1
         for worker in self.slots.values():
-            worker.pool.die()
+            worker.die()
         self.slots.clear()
 
+    @property
+    def name(self) -> str:
+        """After a crash it is another node, as a new executor has a new number."""
+        return f"{self.number}.{self.life}"
+
     def __str__(self) -> str:
-        return f"node {self.number}"
+        return f"node {self.name}"
 
 
 @dataclass
@@ -94,6 +145,9 @@ class Cluster:
     """For how long the store will not answer."""
     workers: int = 0
     """Worker processes started so far."""
+    backup_memory: int = 1 << 30
+    on_change: Callable[[], None] = lambda: None
+    """Somebody should notice that nodes have come or gone."""
 
     def alive(self) -> list[Node]:
         return [node for node in self.nodes if node.up]
@@ -110,12 +164,14 @@ class Cluster:
         worker = node.slots.get((stage, index))
         if worker is not None and self.random.random() < self.faults().lost_slot:
             self.tell("fault", f"the worker of '{stage}' {index} on {node} is gone")
-            worker.pool.die()
+            worker.die()
             worker = None
         if worker is None:
             self.workers += 1
             pool = SimPool(self.schedule, self.write_delay, self.store_held)
-            worker = SimWorker(self.workers, pool, self.plan, job_id, self.store)
+            background = SimPool(self.schedule, self.write_delay)
+            spill = SimSpill(self.backup_memory, lambda: self.random.random() < self.faults().spill_fails)
+            worker = SimWorker(self.workers, pool, self.plan, job_id, self.store, background, spill)
             node.slots[stage, index] = worker
         return worker
 
@@ -135,6 +191,9 @@ class JobRun:
     waiting: set[tuple[str, int]] = field(default_factory=set)
     """Tasks that have not taken effect."""
     zombies: dict[tuple[str, int], SimWorker] = field(default_factory=dict)
+    nodes: dict[tuple[str, int], Node] = field(default_factory=dict)
+    """Where each task runs."""
+    receives: bool = False
     blobs: list[tuple[str, int, bytes, Node, int]] = field(default_factory=list)
     """(stage, container, blob, where it lies, in which life of that node)"""
 
@@ -156,7 +215,8 @@ class SimEngine:
         self.ahead: Callable[[int], bool] = lambda epoch: False
         """May this epoch run before it is logged?"""
         self.attempt = -1
-        self.nodes: list[Node] = []
+        self.known: dict[str, Node] = {}
+        """Nodes that it knows of: news of them come later than they happen."""
         self.running: list[JobRun] = []
         self.outputs: dict[tuple[int, str], list[tuple[str, int, bytes, Node, int]]] = {}
         for node in cluster.nodes:  # processes of an earlier driver are of no use to this one
@@ -166,7 +226,8 @@ class SimEngine:
 
     def start(self, post: Post) -> None:
         self.post = post
-        self.nodes = self.cluster.alive()
+        self.known = {node.name: node for node in self.cluster.alive()}
+        self.cluster.on_change = self._news
 
     def stop(self) -> None:
         self.vanish()
@@ -180,7 +241,44 @@ class SimEngine:
         if self.cluster.random.random() >= self.cluster.faults().zombie:
             for node in self.cluster.nodes:
                 for worker in node.slots.values():
-                    worker.pool.die()
+                    worker.die()
+
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        return tuple(NodeInfo(name) for name in self.known)
+
+    def _news(self) -> None:
+        """Nodes have come or gone: it takes a while until that is seen."""
+
+        def see() -> None:
+            now = {node.name: node for node in self.cluster.alive()}
+            if not self.gone and now.keys() != self.known.keys():
+                self.known = now
+                self.post(NodesChanged(self.cluster.schedule.now, self.nodes()))
+
+        r = self.cluster.random
+        self.cluster.schedule.after(r.uniform(0.0, 0.6), see)
+
+    def release_nodes(self, nodes: Sequence[str]) -> None:
+        """They go for good, unless somebody starts them again."""
+        for node in self.cluster.nodes:
+            if node.name in nodes and len(self.cluster.alive()) > 1:
+                self.cluster.tell("world", f"{node} is given back")
+                node.crash()
+                back = functools.partial(self._back, node)
+                self.cluster.schedule.after(self.cluster.random.uniform(0.5, 3.0), back)
+        self._news()
+
+    def _back(self, node: Node) -> None:
+        node.up = True
+        self.cluster.on_change()
+
+    def _node(self, homes: Mapping[int, str], index: int) -> Node | None:
+        """The node that a container is on; None: it is not there any more."""
+        home = homes.get(index)
+        if home is None:
+            names = sorted(self.known)
+            home = names[index % len(names)] if names else ""
+        return self.known.get(home)
 
     def _answer(self, event: Callable[[], Event]) -> None:
         """Post, after a while, once or twice."""
@@ -207,8 +305,8 @@ class SimEngine:
         def done(reports: tuple[TaskReport, ...]) -> Event:
             return StageDone(c.schedule.now, command.epoch, command.stage, command.attempt, reports, 1.0)
 
-        job = JobRun(command.epoch, command.stage, command.attempt, len(specs), done)
-        self._launch(job, specs, self._run_task)
+        job = JobRun(command.epoch, command.stage, command.attempt, len(specs), done, receives=command.receives)
+        self._launch(job, specs, routing.homes, self._run_task)
 
     def flush(self, command: Flush, routing: RoutingTable) -> None:
         c = self.cluster
@@ -218,7 +316,7 @@ class SimEngine:
             return Flushed(c.schedule.now, command.epoch, command.attempt, reports)
 
         job = JobRun(command.epoch, "flush", command.attempt, len(specs), done)
-        self._launch(job, specs, self._flush_task)
+        self._launch(job, specs, routing.homes, self._flush_task)
 
     def prepare(self, routing: RoutingTable) -> None:
         pass
@@ -227,7 +325,7 @@ class SimEngine:
         c = self.cluster
         c.schedule.after(
             c.duration() * 3,
-            lambda: self._answer(lambda: WarmedUp(c.schedule.now, command.stage, command.instances)),
+            lambda: self._answer(lambda: WarmedUp(c.schedule.now, command.stage, command.containers)),
         )
 
     def compact(self, command: Compact, run: Callable[[], Event]) -> None:
@@ -245,19 +343,19 @@ class SimEngine:
     def release(self, epoch: int) -> None:
         self.outputs = {k: v for k, v in self.outputs.items() if k[0] > epoch}
 
-    def node_of(self, container: int) -> str:
-        return str(self.nodes[container % len(self.nodes)])
-
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def _new_attempt(self, attempt: int) -> None:
         if attempt != self.attempt:
             self.attempt = attempt
             self.outputs.clear()
-            self.nodes = self.cluster.alive()
 
     def _launch(
-        self, job: JobRun, specs: list[TaskSpec], run: Callable[[JobRun, TaskSpec, Node, SimWorker], TaskReport]
+        self,
+        job: JobRun,
+        specs: list[TaskSpec],
+        homes: Mapping[int, str],
+        run: Callable[[JobRun, TaskSpec, Node, SimWorker], TaskReport],
     ) -> None:
         c = self.cluster
         self.running.append(job)
@@ -265,7 +363,11 @@ class SimEngine:
         if not specs:
             self._complete(job)
         for spec in specs:
-            node = self.nodes[spec.index % len(self.nodes)]
+            node = self._node(homes, spec.index)
+            if node is None:
+                self._fail(job, f"the node of '{spec.stage}' {spec.index} is lost", c.random.uniform(0.02, 0.5))
+                return
+            job.nodes[spec.stage, spec.index] = node
             whole = c.duration() * node.slow
             effect = whole * c.random.random()
             self._later(job, spec, node, node.life, effect, whole - effect, run)
@@ -295,6 +397,9 @@ class SimEngine:
             if node.life != life or not node.up:
                 self._fail(job, f"{node} is lost", c.random.uniform(0.02, 0.5))
                 return
+            if c.random.random() < c.faults().hang:
+                self._hang(job, spec, node)
+                return
             job.waiting.discard(key)
             if c.random.random() < c.faults().lost_task:
                 self._fail(job, f"the task of '{spec.stage}' {spec.index} ended without a result", 0.05)
@@ -318,6 +423,20 @@ class SimEngine:
                 self._complete(job)
 
         c.schedule.after(effect, act)
+
+    def _hang(self, job: JobRun, spec: TaskSpec, node: Node) -> None:
+        """A task that never ends. Somebody notices, and its process is killed with the job."""
+        c = self.cluster
+        c.tell("fault", f"the task of '{spec.stage}' {spec.index} on {node} hangs")
+
+        def notice() -> None:
+            if job.over or self.gone:
+                return
+            names = StageId(spec.stage), Epoch(job.epoch), Attempt(job.attempt)
+            self.post(Stuck(c.schedule.now, *names, (spec.index,), 1.0))
+            c.schedule.after(1.0, notice)
+
+        c.schedule.after(c.random.uniform(0.5, 1.5), notice)
 
     def _complete(self, job: JobRun) -> None:
         c = self.cluster
@@ -351,13 +470,13 @@ class SimEngine:
         job.over = True
         c = self.cluster
         for key in sorted(job.waiting):
-            node = self.nodes[key[1] % len(self.nodes)]
-            if key not in node.slots:
+            node = job.nodes.get(key)
+            if node is None or key not in node.slots:
                 continue
             if c.random.random() < c.faults().zombie:
                 job.zombies[key] = node.slots.pop(key)
             elif c.random.random() < 0.5:
-                node.slots.pop(key).pool.die()
+                node.slots.pop(key).die()
 
     def _haunt(
         self,
@@ -386,6 +505,8 @@ class SimEngine:
         if not c.outside.zombie:
             c.checkers.no_lost_update.on_run(spec.epoch, c.record_of(spec.epoch), self.ahead(spec.epoch))
         blobs = self._fetch(spec, [e.upstream for e in stage.ins])
+        if job.receives:
+            blobs += self._fetch(spec, [stage.id], spec.epoch - 1)
         report, out = worker.run(spec, blobs)
         job.slices = spec.slices
         for (target, container), blob in out.items():
@@ -398,13 +519,14 @@ class SimEngine:
             c.checkers.sound.on_table(who, held)
         return report
 
-    def _fetch(self, spec: TaskSpec, upstream: list[StageId]) -> list[bytes]:
+    def _fetch(self, spec: TaskSpec, upstream: list[StageId], epoch: int | None = None) -> list[bytes]:
         """What other tasks sent to this one, in any order."""
         blobs = []
+        epoch = spec.epoch if epoch is None else epoch
         for up in dict.fromkeys(upstream):
-            if (spec.epoch, up) not in self.outputs:
+            if (epoch, up) not in self.outputs:
                 raise OSError(f"the output of '{up}' is gone")
-            for target, container, blob, node, life in self.outputs[spec.epoch, up]:
+            for target, container, blob, node, life in self.outputs[epoch, up]:
                 if (target, container) == (spec.stage, spec.index):
                     if node.life != life:
                         raise OSError(f"the output of '{up}' was on {node}, which is lost")

@@ -65,6 +65,14 @@ class Faults:
     """A worker process goes away between two tasks, as Spark ends idle ones."""
     zombie: float = 0.0
     """A task of cancelled work goes on for a while, unseen, in a process of its own."""
+    hang: float = 0.0
+    """A task never ends."""
+    spill_fails: float = 0.0
+    """A node's local disk does not take what does not fit into memory."""
+    move_s: float = 0.0
+    """Somebody moves slices, or calls it off."""
+    leave_s: float = 0.0
+    """Somebody lets a node go."""
     slow_node: float = 0.0
     slow_write: float = 0.0
     slow_answer: float = 0.0
@@ -101,6 +109,10 @@ _MIXTURE: dict[str, Callable[[random.Random], float]] = {
     "lost_task": _often(0.005, 0.05, 0.3),
     "lost_slot": _often(0.005, 0.05, 0.25),
     "zombie": _often(0.2, 0.9, 0.4),
+    "hang": _often(0.001, 0.01, 0.15),
+    "spill_fails": _often(0.05, 0.5, 0.2),
+    "move_s": _often(0.3, 3.0, 0.4),
+    "leave_s": _often(0.05, 0.4, 0.2),
     "slow_node": _often(0.1, 0.5, 0.3),
     "slow_write": _often(0.1, 0.6, 0.35),
     "slow_answer": _often(0.05, 0.4, 0.3),

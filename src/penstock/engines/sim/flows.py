@@ -109,6 +109,10 @@ class Scenario:
             poll_ms=100,
             epochs_max=r.choice([None] * 7 + [3]),
             store_away_epochs=r.choice([0, 2, 5]),
+            backups=r.choice([0, 1, 1, 2]),
+            placement="chained" if r.random() < 0.5 else "ring",
+            moves="stop" if r.random() < 0.15 else "live",
+            move_timeout_s=r.choice([1.0, 600.0]),
         )
 
 

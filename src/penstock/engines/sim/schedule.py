@@ -70,6 +70,9 @@ class SimPool(Executor):
         self._busy = False
         self._closed = False
 
+    def clock(self) -> float:
+        return self._schedule.now
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SimFuture:
         future = SimFuture(self, lambda: fn(*args, **kwargs))
         if not self._closed:

@@ -21,10 +21,14 @@ import xxhash
 from penstock.config import Config
 from penstock.control.events import (
     CancelAll,
+    CancelMovesRequested,
     Command,
     EpochPublished,
     Event,
+    LeaveRequested,
+    MoveRequested,
     PublishEpoch,
+    RebalanceRequested,
     RescaleRequested,
     RunStage,
     StageDone,
@@ -181,6 +185,7 @@ class World:
             self._record,
             [Node(n) for n in range(self.scenario.nodes)],
             self.store_held,
+            backup_memory=self.random.choice([1, 2_000, 1 << 30]),
         )
 
     def _plan(self) -> Plan:
@@ -281,7 +286,7 @@ class World:
     def start_driver(self) -> None:
         if self.complete or self.driver is not None:
             return
-        if self.store_held():
+        if self.store_held() or not self.cluster.alive():
             self.schedule.after(self.store_held() + 0.01, self.start_driver)
             return
         self.starts += 1
@@ -365,16 +370,17 @@ class World:
 
     def _crash_node(self) -> None:
         up = self.cluster.alive()
+        if not up:
+            return
         node = self.random.choice(up)
         self.tell("fault", f"{node} crashes")
         node.crash()
-        if len(up) == 1:
-            node.up = True
-            return
+        self.cluster.on_change()
 
         def back() -> None:
             node.up = True
-            self.tell("world", f"{node} is back")
+            self.tell("world", f"{node} is there")
+            self.cluster.on_change()
 
         self.schedule.after(self.random.uniform(0.1, 2.0), back)
 
@@ -395,6 +401,34 @@ class World:
             self.tell("world", f"rescale '{stage}' to {instances}")
             self.driver.post(RescaleRequested(self.schedule.now, StageId(stage), instances))
 
+    def _move(self) -> None:
+        """Somebody moves slices, spreads them, or calls it all off."""
+        driver = self.driver
+        if driver is None or driver.controller is None or driver.controller.phase == "starting":
+            return
+        r, now = self.random, self.schedule.now
+        stage = r.choice([s for s in self.plan.stages if s.stateful]).id
+        routing = driver.controller.routing
+        what = r.random()
+        if what < 0.15:
+            self.tell("world", "cancel moves")
+            driver.post(CancelMovesRequested(now))
+        elif what < 0.3:
+            self.tell("world", "rebalance")
+            driver.post(RebalanceRequested(now))
+        else:
+            slices = r.sample(range(routing.slices), r.randint(1, min(4, routing.slices)))
+            target = r.randrange(routing.instances[StageId(stage)])
+            self.tell("world", f"move slices {slices} of '{stage}' to {target}")
+            driver.post(MoveRequested(now, StageId(stage), dict.fromkeys(slices, target)))
+
+    def _leave(self) -> None:
+        driver = self.driver
+        if driver is not None and driver.controller is not None and driver.controller.nodes:
+            node = self.random.choice(sorted(driver.controller.nodes))
+            self.tell("world", f"let node {node} go")
+            driver.post(LeaveRequested(self.schedule.now, (node,)))
+
     def _stop(self) -> None:
         if self.driver is not None and self.driver.controller is not None:
             self.tell("world", "stop")
@@ -411,6 +445,7 @@ class World:
         for node in self.cluster.nodes:
             node.up = True
             node.slow = 1.0
+        self.cluster.on_change()
 
     # -- one run -------------------------------------------------------------------------------------------------------
 
@@ -428,6 +463,8 @@ class World:
         self._now_and_then(f.clock_jump_s, self._jump)
         self._now_and_then(f.store_away_s, self._away)
         self._now_and_then(f.rescale_s, self._rescale)
+        self._now_and_then(f.move_s, self._move)
+        self._now_and_then(f.leave_s, self._leave)
         self._now_and_then(f.stop_s, self._stop)
         self.schedule.after(self.scenario.quiet_at, self._heal)
         self.schedule.after(0.0, self.start_driver)

@@ -14,8 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +28,12 @@ from penstock.control.events import (
     Event,
     Flush,
     Flushed,
+    NodeInfo,
+    NodesChanged,
     RunStage,
     StageDone,
     StageFailed,
+    Stuck,
     TaskReport,
     WarmedUp,
     WarmUp,
@@ -41,13 +43,18 @@ from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.protocol import Post
 from penstock.engines.spark import private
 from penstock.engines.spark.session import check_executors, is_local, open_session, ship_package, single_machine
-from penstock.engines.spark.worker import SLOT, JobSpec, ReportsParam, SlotTask
+from penstock.engines.spark.worker import SLOT, JobSpec, KeepSettings, ReportsParam, SlotTask
 from penstock.errors import EngineError, FlowError
 from penstock.ids import Attempt, Epoch, StageId
 from penstock.plan import Plan, Stage
 from penstock.state.store import Store
 
+DRIVER = "driver"
+"""The one node of local mode."""
 EXECUTORS_WAIT_S = 60.0
+WATCH_S = 0.1
+LOSS_NOTICED_S = 0.5
+"""What fails because of a dead executor may fail so much before Spark tells of its death."""
 ONE_THREAD = {
     name: "1"
     for name in (
@@ -77,6 +84,14 @@ class Output:
     tasks: int
 
 
+@dataclass
+class Running:
+    """A job under way."""
+
+    began: float
+    containers: set[int]
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Classes of the user's flow file travel by value; what msgspec caches on a dataclass cannot, and it makes it
     anew.
@@ -86,6 +101,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, type) and "__msgspec_cache__" in vars(obj):
             del obj.__msgspec_cache__  # type: ignore[attr-defined]
         return super().reducer_override(obj)
+
+
+def _sounds_like_loss(reason: str) -> bool:
+    return any(
+        word in reason.lower() for word in ("fetch", "connect", "executor", "shuffle", "lost", "control records")
+    )
 
 
 def pickle_plan(plan: Plan) -> bytes:
@@ -108,20 +129,22 @@ class SparkEngine:
         self.session: Any = None
         self.owned = False
         self.jvm: private.Jvm
-        self.nodes: list[tuple[str, str | None]] = [("driver", None)]
-        self.homes: dict[int, str] = {}
-        """container -> node. It stays as long as the node lives: the others' state is of use after a loss."""
-        self.nodes_of_attempt = -1
+        self.executors: dict[str, tuple[str, int]] = {}
+        """node -> host and cores; none in local mode"""
+        self.jobs: dict[tuple[int, str, int], Running] = {}
+        self.over = threading.Event()
+        self.watcher: threading.Thread | None = None
+        self.attempt = -1
         self.slots: dict[tuple[str, int, str], Any] = {}
         self.placements: dict[tuple[int, str | None], Any] = {}
         self.warming: dict[StageId, Future[None]] = {}
-        self.instances: dict[StageId, int] = {}
-        """Instances of each stage in the last epoch that ran."""
-        self.source_tasks: dict[tuple[str, int], Any] = {}
+        self.source_tasks: dict[tuple[str, tuple[str, ...]], Any] = {}
         self.outputs: dict[tuple[int, str], Output] = {}
         self.group = f"penstock-{self.run_id}"
         self.pool = ThreadPoolExecutor(16, thread_name_prefix="penstock-job")
         self.lock = threading.Lock()
+        self.looking = threading.Lock()
+        self.keep = KeepSettings(config.backup_memory_mb << 20, config.move_mb_s * 1e6)
         self.reports: list[bytes] = []
         self.misses = 0
         self.post: Post = lambda event: None
@@ -145,7 +168,7 @@ class SparkEngine:
         if not is_local(master):
             self._await_executors(master)
             ship_package(sc)
-            check_executors(sc, len(self.jvm.executors()))
+            check_executors(sc, len(self.jvm.executor_ids()))
         try:
             pickled = pickle_plan(self.plan)
         except Exception as error:
@@ -160,15 +183,16 @@ class SparkEngine:
         if single_machine(master):
             # Modules that the driver can import, workers on this machine can too.
             self.env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and os.path.exists(p))
-        self._refresh_nodes()
+        self.executors = self.jvm.executors()
+        self.watcher = threading.Thread(target=self._watch, name="penstock-watch", daemon=True)
+        self.watcher.start()
 
     def _await_executors(self, master: str) -> None:
         wanted = int(master.split("[")[1].split(",")[0]) if master.startswith("local-cluster") else 1
         limit = time.monotonic() + EXECUTORS_WAIT_S
         settled = threading.Event()
         while time.monotonic() < limit:
-            found = self.jvm.executors()
-            if "driver" not in found and len(found) >= wanted:
+            if len(self.jvm.executors()) >= wanted:
                 return
             settled.wait(0.1)
         raise EngineError(
@@ -176,50 +200,109 @@ class SparkEngine:
             remedy="Check that the master has workers with free cores and memory that can reach this machine.",
         )
 
-    def _refresh_nodes(self) -> None:
-        executors = self.jvm.executors()
-        alone = list(executors) == ["driver"]
-        with self.lock:
-            self.nodes = [("driver", None)] if alone else sorted(executors.items(), key=lambda e: (len(e[0]), e[0]))
-            names = {node for node, _ in self.nodes}
-            self.homes = {container: node for container, node in self.homes.items() if node in names}
-
     def stop(self) -> None:
+        self.over.set()
+        if self.watcher is not None:
+            self.watcher.join()
         self.pool.shutdown(wait=True, cancel_futures=True)
         if self.session is not None and self.owned:
             self.session.stop()
 
+    # -- nodes -----------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        if not self.executors:
+            return (NodeInfo(DRIVER, cores=self.cores),)
+        return tuple(
+            NodeInfo(node, host, self.config.zones.get(host, host), cores)
+            for node, (host, cores) in sorted(self.executors.items(), key=lambda e: (len(e[0]), e[0]))
+        )
+
+    def release_nodes(self, nodes: Sequence[str]) -> None:
+        self.pool.submit(self.jvm.release_executors, list(nodes))
+
+    def request_nodes(self, more: int) -> bool:
+        return self.jvm.ask_executors(more)
+
+    def _watch(self) -> None:
+        """Looks after executors and tasks: who is lost, who is new, who hangs."""
+        while not self.over.wait(WATCH_S):
+            try:
+                if self.executors or not is_local(self.session.sparkContext.master):
+                    self._look()
+                self._look_for_hung()
+            except Exception as error:  # Spark is on its way out, or the job's end will tell
+                if not self.over.is_set():
+                    self.notices.append(f"watching executors failed: {private.short_reason(error)}")
+                    return
+
+    def _look(self) -> bool:
+        """Tell of executors that came or went; did any?"""
+        with self.looking:
+            if self.jvm.executor_ids() == self.executors.keys():
+                return False
+            found = self.jvm.executors()
+            if found.keys() == self.executors.keys():
+                return False  # a new one, of which Spark does not know everything yet
+            self.executors = found
+            self.post(NodesChanged(time.monotonic(), self.nodes() if found else ()))
+            return True
+
+    def _look_for_hung(self) -> None:
+        if not self.config.hang_s:
+            return
+        now = time.monotonic()
+        with self.lock:
+            old = [(key, job) for key, job in self.jobs.items() if now - job.began > self.config.hang_s]
+            for _, job in old:
+                job.began = now  # said once; again if it goes on
+        for (epoch, stage, attempt), job in old:
+            silent = job.containers - self._reported(stage, epoch, attempt)
+            containers = tuple(sorted(silent))
+            self.post(Stuck(now, StageId(stage), Epoch(epoch), Attempt(attempt), containers, self.config.hang_s))
+
     # -- placement -------------------------------------------------------------------------------------------------
 
-    def _node(self, index: int) -> tuple[str, str | None]:
-        """Where container ``index`` of every stage lives; those that have no home yet go where there are fewest."""
-        with self.lock:
-            for container in range(index + 1):
-                if container not in self.homes:
-                    taken = Counter(self.homes.values())
-                    self.homes[container] = min((node for node, _ in self.nodes), key=lambda node: taken[node])
-            home = self.homes[index]
-            return next((node, place) for node, place in self.nodes if node == home)
+    def _node(self, homes: Mapping[int, str], index: int) -> str:
+        """Where container ``index`` lives; splits of a source that have no container's place go round."""
+        home = homes.get(index)
+        if home is None or home not in self.executors:
+            nodes = sorted(set(homes.values()) & self.executors.keys()) or sorted(self.executors)
+            return nodes[index % len(nodes)] if nodes else DRIVER
+        return home
 
-    def _slot(self, stage: str, index: int) -> Any:
+    def _location(self, node: str) -> str | None:
+        host = self.executors.get(node)
+        return f"executor_{host[0]}_{node}" if host is not None else None
+
+    def _slot(self, stage: str, index: int, node: str) -> Any:
         """The Python function of a slot. Its environment is its own, and so is its worker process."""
-        node, _ = self._node(index)
         key = (stage, index, node)
         with self.lock:
             found = self.slots.get(key)
         if found is None:
-            task = SlotTask(self.run_id, self.job_id, stage, index, self.plan_broadcast, self.store, self.accumulator)
+            task = SlotTask(
+                self.run_id,
+                self.job_id,
+                stage,
+                index,
+                node,
+                self.plan_broadcast,
+                self.store,
+                self.accumulator,
+                self.keep,
+            )
             # Tasks of sources keep nothing, so any idle worker will do; a container's must find its own process again.
             dedicated = self.plan.by_id[StageId(stage)].stateful
             slot = f"{self.run_id}:{stage}:{index}" if dedicated else self.run_id
-            env = {**self.env, SLOT: slot, "PENSTOCK_NODE": node}
+            env = {**self.env, SLOT: slot}
             found = self.jvm.function(task, env)
             with self.lock:
                 self.slots[key] = found
         return found
 
-    def _placed(self, elements: int, index: int) -> Any:
-        key = (elements, self._node(index)[1])
+    def _placed(self, elements: int, node: str) -> Any:
+        key = (elements, self._location(node))
         with self.lock:
             found = self.placements.get(key)
         if found is None:
@@ -241,24 +324,29 @@ class SparkEngine:
     def prepare(self, routing: RoutingTable) -> None:
         """Start the Python workers of all stages at once, rather than one stage after another in the first epoch."""
         for stage in self.plan.stages:
-            self.warming[stage.id] = self.pool.submit(self._warm, stage.id, range(routing.instances[stage.id]))
+            containers = range(routing.instances[stage.id])
+            self.warming[stage.id] = self.pool.submit(self._warm, stage.id, containers, routing.homes)
 
     def warm_up(self, command: WarmUp) -> None:
         def work() -> None:
-            # Slots in use must be left alone: a second task would start a second process beside theirs.
-            self._warm(command.stage, range(self.instances.get(command.stage, 0), command.instances))
-            self.post(WarmedUp(time.monotonic(), command.stage, command.instances))
+            self._warm(command.stage, command.containers, command.homes)
+            self.post(WarmedUp(time.monotonic(), command.stage, command.containers))
 
         self.pool.submit(work)
 
-    def _warm(self, stage: StageId, indices: range) -> None:
+    def _warm(self, stage: StageId, containers: Iterable[int], homes: Mapping[int, str]) -> None:
         try:
-            self.jvm.job_group(self.group, "warm-up", msgspec.json.encode(JobSpec("warm", {}, {})).decode())
-            tasks = [self.jvm.python(self._placed(1, i), self._slot(stage, i)) for i in indices]
+            # A group of its own: what is being started is of use after a failure, too.
+            self.jvm.job_group(f"{self.group}-warm", "warm-up", msgspec.json.encode(JobSpec("warm", {}, {})).decode())
+            tasks = [self._alone(stage, i, self._node(homes, i)) for i in containers]
             if tasks:
                 self.jvm.union(tasks).count()
         except Exception as error:
             self.notices.append(f"starting the workers of '{stage}' ahead failed: {private.short_reason(error)}")
+
+    def _alone(self, stage: str, index: int, node: str) -> Any:
+        """A task of a slot that nobody sends anything."""
+        return self.jvm.python(self._placed(1, node), self._slot(stage, index, node))
 
     def compact(self, command: Compact, run: Callable[[], Event]) -> None:
         self.pool.submit(lambda: self.post(run()))
@@ -273,16 +361,26 @@ class SparkEngine:
         for output in gone:
             self.pool.submit(self.jvm.forget_shuffle, output.shuffle_id)
 
-    def node_of(self, container: int) -> str:
-        return self._node(container)[0]
-
     def _guard(self, epoch: Epoch, stage: StageId, attempt: Attempt, work: Callable[..., Event], *args: Any) -> None:
         """Exactly one event for each command, whatever happens."""
         try:
             event = work(*args)
         except Exception as error:
-            event = StageFailed(time.monotonic(), epoch, stage, attempt, private.short_reason(error))
+            reason = private.short_reason(error)
+            self._look_again(reason)  # who decides what to do next should know who is there
+            event = StageFailed(time.monotonic(), epoch, stage, attempt, reason)
+        with self.lock:
+            self.jobs.pop((epoch, stage, attempt), None)
         self.post(event)
+
+    def _look_again(self, reason: str) -> None:
+        """A task may meet a dead executor before Spark has noticed its death."""
+        limit = time.monotonic() + (LOSS_NOTICED_S if _sounds_like_loss(reason) and self.executors else 0.0)
+        try:
+            while not self._look() and time.monotonic() < limit and not self.over.wait(0.02):
+                pass
+        except Exception as error:
+            self.notices.append(f"looking at executors failed: {private.short_reason(error)}")
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -293,13 +391,14 @@ class SparkEngine:
         warming = self.warming.pop(stage.id, None)
         if warming is not None:
             warming.result()
-        self.instances[stage.id] = routing.instances[stage.id]
         offsets, partitions = self._numbering(routing)
         specs = task_specs(command, self.plan, routing, splits, self.on_error)
         job = JobSpec("run", {command.stage: specs[0]}, offsets, splits)
         self.jvm.job_group(self.group, f"stage-{stage.index}", msgspec.json.encode(job).decode())
-        tasks = self._tasks(stage, command, len(specs), offsets)
-        if stage.outs:
+        with self.lock:
+            self.jobs[command.epoch, command.stage, command.attempt] = Running(began, {s.index for s in specs})
+        tasks = self._tasks(stage, command, [s.index for s in specs], routing, offsets)
+        if stage.outs or command.sends:
             shuffled = self.jvm.shuffle(tasks, partitions)
             shuffle_id = self.jvm.run_to_shuffle(shuffled)
             with self.lock:
@@ -310,33 +409,38 @@ class SparkEngine:
         elapsed = (time.monotonic() - began) * 1000
         return StageDone(time.monotonic(), command.epoch, command.stage, command.attempt, reports, elapsed)
 
-    def _tasks(self, stage: Stage, command: RunStage, count: int, offsets: Mapping[str, int]) -> Any:
-        """One RDD for each slot, united. Those of a source never change: nothing of an epoch is in them."""
+    def _tasks(
+        self, stage: Stage, command: RunStage, indices: list[int], routing: RoutingTable, offsets: Mapping[str, int]
+    ) -> Any:
+        """One RDD for each slot, united. Those of a source are made once: nothing of an epoch is in them."""
+        nodes = [self._node(routing.homes, i) for i in indices]
+        key = (stage.id, tuple(nodes))
         if stage.source is not None:
             with self.lock:
-                known = self.source_tasks.get((stage.id, count))
+                known = self.source_tasks.get(key)
             if known is not None:
                 return known
-            parents = [self._placed(1, i) for i in range(count)]
-        else:
+            tasks = self.jvm.union([self._alone(stage.id, i, n) for i, n in zip(indices, nodes, strict=True)])
             with self.lock:
-                ups = [self.outputs[command.epoch, up] for up in dict.fromkeys(e.upstream for e in stage.ins)]
-            blobs = self.jvm.blobs(self.jvm.together([u.shuffled for u in ups]))
-            parents = [self.jvm.partition(blobs, offsets[stage.id] + i) for i in range(count)]
-            if self.nodes[0][1] is not None:
-                sent = sum(u.tasks for u in ups)
-                parents = [self.jvm.zipped(self._placed(sent, i), p) for i, p in enumerate(parents)]
-        tasks = self.jvm.union([self.jvm.python(p, self._slot(stage.id, i)) for i, p in enumerate(parents)])
-        if stage.source is not None:
-            with self.lock:
-                self.source_tasks[stage.id, count] = tasks
-        return tasks
+                self.source_tasks[key] = tasks
+            return tasks
+        with self.lock:
+            ups = [self.outputs[command.epoch, up] for up in dict.fromkeys(e.upstream for e in stage.ins)]
+            if command.receives:
+                ups.append(self.outputs[command.epoch - 1, stage.id])
+        blobs = self.jvm.blobs(self.jvm.together([u.shuffled for u in ups]))
+        parents = [self.jvm.partition(blobs, offsets[stage.id] + i) for i in indices]
+        if self.executors:
+            sent = sum(u.tasks for u in ups)
+            parents = [self.jvm.zipped(self._placed(sent, n), p) for n, p in zip(nodes, parents, strict=True)]
+        slots = [self._slot(stage.id, i, n) for i, n in zip(indices, nodes, strict=True)]
+        return self.jvm.union([self.jvm.python(p, slot) for p, slot in zip(parents, slots, strict=True)])
 
     def _flush(self, command: Flush, routing: RoutingTable) -> Event:
         specs = flush_specs(command, self.plan, routing)
         job = JobSpec("flush", {s.stage: s for s in specs}, {})
         self.jvm.job_group(self.group, "flush", msgspec.json.encode(job).decode())
-        tasks = [self.jvm.python(self._placed(1, s.index), self._slot(s.stage, s.index)) for s in specs]
+        tasks = [self._alone(s.stage, s.index, self._node(routing.homes, s.index)) for s in specs]
         if tasks:
             self.jvm.union(tasks).count()
         reports: tuple[TaskReport, ...] = ()
@@ -356,14 +460,18 @@ class SparkEngine:
         return offsets, total
 
     def _new_attempt(self, attempt: int) -> None:
-        """After a failure the executors may be others."""
+        """What the attempt before left behind is of no use."""
         with self.lock:
-            if attempt == self.nodes_of_attempt:
-                return
-            self.nodes_of_attempt = attempt
-            self.outputs.clear()
-            self.source_tasks.clear()
-        self._refresh_nodes()
+            if attempt != self.attempt:
+                self.attempt = attempt
+                self.outputs.clear()
+                self.source_tasks.clear()
+
+    def _reported(self, stage: str, epoch: int, attempt: int) -> set[int]:
+        """Tasks of a job under way that have come to their end."""
+        with self.lock:
+            reports = [_decode_report(data) for data in [*self.reports, *self.accumulator.value]]
+        return {r.index for r in reports if (r.stage, r.epoch, r.attempt) == (stage, epoch, attempt)}
 
     def _collect(self, stage: str, epoch: int, attempt: int, count: int) -> tuple[TaskReport, ...]:
         """The control records of a job that has just ended: Spark hands them over before it says so."""

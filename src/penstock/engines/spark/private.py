@@ -9,6 +9,7 @@ all that inside, but not in its public interface. What is used:
 * ``ParallelCollectionRDD`` with location preferences, zipped to a shuffle: tasks run on the executor we name;
 * ``PartitionPruningRDD``: one RDD for each slot, so that each may have environment variables, and so a Python worker,
   of its own;
+* the daemon of Python workers, ``slots.py`` in its place: a container's process outlives its connections;
 * the context cleaner: shuffle files go when their epoch is done, not when the JVM collects garbage.
 
 ``self_check`` looks for each of them at start-up, so that another PySpark fails with a sentence and not in the middle
@@ -35,8 +36,8 @@ def self_check() -> list[str]:
     """Problems with the installed PySpark, each a sentence; none if it fits."""
     try:
         import pyspark
-        from pyspark import accumulators, serializers
-        from pyspark.core import rdd
+        from pyspark import accumulators, daemon, serializers, taskcontext
+        from pyspark.core import broadcast, rdd
     except ImportError as error:
         return [f"PySpark cannot be imported: {error}."]
     problems = []
@@ -46,6 +47,10 @@ def self_check() -> list[str]:
         (rdd, ("_prepare_for_python_RDD", "PipelinedRDD")),
         (serializers, ("NoOpSerializer",)),
         (accumulators, ("_accumulatorRegistry", "AccumulatorParam")),
+        (daemon, ("manager",)),
+        (broadcast, ("_broadcastRegistry",)),
+        (taskcontext, ("TaskContext", "BarrierTaskContext")),
+        (taskcontext.TaskContext, ("_setTaskContext",)),
     ):
         problems += [f"{module.__name__} has no {n} any more." for n in names if not hasattr(module, n)]
     return problems
@@ -169,15 +174,26 @@ class Jvm:
         if cleaner.isDefined():
             cleaner.get().doCleanupShuffle(shuffle, False)
 
-    def executors(self) -> dict[str, str]:
-        """Executor id -> location string; just the driver in local mode."""
-        alive = {str(i) for i in self._list(self.scala.getExecutorIds())}
+    def executor_ids(self) -> frozenset[str]:
+        """Executors that are alive, as Spark's scheduler has it: the first to know."""
+        return frozenset(str(i) for i in self._list(self.scala.getExecutorIds()))
+
+    def executors(self) -> dict[str, tuple[str, int]]:
+        """Executor id -> host and cores; none in local mode."""
+        alive = self.executor_ids()
         found = {}
         for summary in self._list(self.scala.statusStore().executorList(True)):
-            id = str(summary.id())
-            if id in alive:
-                found[id] = f"executor_{summary.hostPort().rsplit(':', 1)[0]}_{id}"
-        return found or {"driver": ""}
+            if str(summary.id()) in alive:
+                found[str(summary.id())] = (str(summary.hostPort().rsplit(":", 1)[0]), int(summary.totalCores()))
+        return found
+
+    def ask_executors(self, more: int) -> bool:
+        """Ask the cluster manager for more executors. True: it took the request."""
+        return bool(self.scala.requestExecutors(more))
+
+    def release_executors(self, ids: Sequence[str]) -> bool:
+        """Give executors back; they are not replaced."""
+        return bool(self.scala.killExecutors(self.PythonUtils.toSeq(list(ids))))
 
     def _list(self, scala_seq: Any) -> Any:
         return self.jvm.scala.jdk.javaapi.CollectionConverters.asJava(scala_seq)

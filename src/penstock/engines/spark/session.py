@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config
 from penstock.doctor import check_machine
-from penstock.engines.spark import private
+from penstock.engines.spark import private, slots
 from penstock.errors import EngineError, MachineError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ DEFAULTS = {
     "spark.locality.wait": "10s",
     "spark.shuffle.sort.bypassMergeThreshold": "1024",
     "spark.python.worker.reuse": "true",
+    # A killed task may need a moment to its end. A worker that is killed in the middle has lost its slices.
+    "spark.python.task.killTimeout": "10s",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     # The status store keeps the last jobs even without a UI: a run that never ends must not fill the driver.
@@ -47,6 +50,9 @@ DEFAULTS = {
     "spark.driver.bindAddress": "127.0.0.1",
 }
 
+DAEMON = "spark.python.daemon.module"
+DAEMON_MODULE = "penstock_slots"
+PYTHONPATH = "spark.executorEnv.PYTHONPATH"
 
 LOCAL_JVM = (
     "-XX:TieredStopAtLevel=1",
@@ -109,6 +115,7 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
     java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", *(LOCAL_JVM if is_local(config.master) else ())]
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
     settings.update(config.spark)
+    daemon = None if DAEMON in settings else _use_slots(settings, config.master)
     java.append(settings.get("spark.driver.extraJavaOptions", ""))  # of two flags that disagree, Java takes the last
     settings["spark.driver.extraJavaOptions"] = " ".join(java).strip()
     builder: Any = SparkSession.builder.master(config.master).appName(name)
@@ -122,7 +129,34 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
             remedy="Check the address and that the master runs; 'penstock doctor' looks at this machine.",
             master=config.master,
         ) from None
+    if daemon is not None and not single_machine(config.master):
+        session.sparkContext.addFile(str(daemon))
     return session, True, []
+
+
+def _use_slots(settings: dict[str, str], master: str) -> Path:
+    """Have containers' processes outlive their connections. Returns the file that executors elsewhere need.
+
+    Every Python worker of the application is then started by ``python -m penstock_slots``, so that file must be found
+    before anything of ours is on a path. On this machine the path is told in the environment; an executor elsewhere
+    finds it in its working directory, where files go that are added to the context, and where ``-m`` looks first.
+    """
+    file = _slots_file()
+    settings[DAEMON] = DAEMON_MODULE
+    if single_machine(master):
+        known = settings.get(PYTHONPATH, "").split(os.pathsep)
+        settings[PYTHONPATH] = os.pathsep.join([*filter(None, known), str(file.parent)])
+    return file
+
+
+@functools.cache
+def _slots_file() -> Path:
+    """The daemon as a module of its own: as one of the package it would load all of that before it forks."""
+    directory = Path(tempfile.mkdtemp(prefix="penstock-slots-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    # The engine gives containers the driver's path for theirs.
+    sys.path.append(str(directory))
+    return Path(shutil.copyfile(slots.__file__, directory / f"{DAEMON_MODULE}.py"))
 
 
 def _quiet_logging() -> str:

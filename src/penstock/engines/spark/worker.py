@@ -8,17 +8,19 @@ local property of the job; the closure never changes, so that it is pickled once
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from struct import Struct
 from typing import Any
 
 import msgspec
 from pyspark.accumulators import Accumulator, AccumulatorParam
 
+from penstock.connectors.spill import open_spill
 from penstock.control.events import TaskReport
-from penstock.engines.task import TaskSpec, Worker
+from penstock.engines.keeper import Keeper
+from penstock.engines.task import TaskSpec, Worker, read_manifest
 from penstock.state.store import Store
 
 SLOT = "PENSTOCK_SLOT"
@@ -57,6 +59,13 @@ def _spare_the_collector() -> None:
         gc.freeze()
 
 
+class KeepSettings(msgspec.Struct, frozen=True):
+    """How a process keeps backups of other containers' slices."""
+
+    memory_max: int
+    bytes_s: float
+
+
 class ReportsParam(AccumulatorParam[list[bytes]]):
     """Control records travel as an accumulator: with the task's result, without a stage of their own."""
 
@@ -76,22 +85,39 @@ class SlotTask:
         job_id: str,
         stage: str,
         index: int,
+        node: str,
         plan: Any,
         store: Store,
         reports: Accumulator[list[bytes]],
+        keep: KeepSettings,
     ) -> None:
         self.run_id = run_id
         self.job_id = job_id
         self.stage = stage
         self.index = index
+        self.node = node
         self.plan = plan
         self.store = store
         self.reports = reports
+        self.keep = keep
 
     def worker(self) -> Worker:
         if self.run_id not in _workers:
-            _workers.clear()  # an older run's state is of no use
-            _workers[self.run_id] = Worker(pickle.loads(self.plan.value), self.job_id, self.store)
+            for old in _workers.values():  # an older run's state is of no use
+                if old.keeper is not None:
+                    old.keeper.close()
+            _workers.clear()
+            worker = Worker(pickle.loads(self.plan.value), self.job_id, self.store)
+            worker.keeper = Keeper(
+                self.job_id,
+                self.store,
+                memory_max=self.keep.memory_max,
+                spill=lambda: open_spill(self.job_id, self.run_id, self.node),
+                bytes_s=self.keep.bytes_s,
+                pool=ThreadPoolExecutor(1, thread_name_prefix="penstock-keep"),
+                load_manifest=lambda checkpoint: read_manifest(self.store, checkpoint),
+            )
+            _workers[self.run_id] = worker
         return _workers[self.run_id]
 
     def __call__(self, partition: int, iterator: Iterable[bytes]) -> Iterator[bytes]:
@@ -121,5 +147,5 @@ class SlotTask:
             yield blob
 
     def _report(self, report: TaskReport) -> None:
-        report.node = os.environ.get("PENSTOCK_NODE", "")
+        report.node = self.node
         self.reports.add([msgspec.msgpack.encode(report)])

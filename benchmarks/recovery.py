@@ -1,0 +1,659 @@
+"""How long until new output after executors are killed: Penstock against Structured Streaming, on real processes.
+
+Both run the same running count and sum over the same Parquet files on ``local-cluster[N,1,MB]``: N executors, each a
+JVM of its own with Python workers below it. A first phase loads distinct keys until the state has the size asked for.
+Then a file arrives every half second, with rows on random keys of all; executors are killed with SIGKILL, one or
+several at the same instant, and the clock runs until the next output that had not been committed before. What was
+committed already and comes a second time does not count, nor does an epoch that was finished when the kill came.
+
+Where our time goes is told apart from the record of events that the controller sees: until the first of them says that
+something is lost (``detect_s``), until the last task of the old attempt is gone (``drain_s``), and the epochs that run
+again from the last checkpoint up to the first new one (``replay_s``). Within the last, ``rebuild_s`` is the longest
+time that a container took to bring lost slices up, from backups or from the durable checkpoint. ``spark_s`` is all but
+the rebuild.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import psutil
+
+from benchmarks import common
+from benchmarks.common import Figures, Row
+from penstock.errors import EngineError
+
+SUMMARY = "From the SIGKILL of executors to the next new output, by size of state, against Structured Streaming."
+
+MODULE = "benchmarks.recovery"
+OPERATOR = "totals"
+KEY, SUM, COUNT = "key", "total", "n"
+BYTES_PER_KEY = 73
+"""Of ``JobStatus.state_bytes``, for these keys with a count and a sum. The size that a run had is in its rows."""
+FILE_ROWS = 25_000
+FEED_S = 0.5
+BATCH_FILES = 10
+"""A batch, or an epoch, takes at most so many files: what has piled up meanwhile is caught up with at this size."""
+BEATS = 60
+"""Different files that the second phase takes in turn."""
+EXECUTOR_MB = 768
+SETTLE_S_MAX = 90.0
+SPREAD_S_MAX = 20.0
+"""A replacement is up; so long slices may take to come to it before the next kill is due all the same."""
+RUN_S_MAX = 3_600.0
+
+PENSTOCK, STRUCTURED = "penstock", "structured_rocksdb"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: a job with its state, and the kills it goes through, each of so many executors at once."""
+
+    state_mb: int = 200
+    backups: int = 1
+    interval_s: float = 5.0
+    executors: int = 6
+    kills: tuple[int, ...] = (1, 1, 1)
+
+    @property
+    def keys(self) -> int:
+        return self.state_mb * 1_000_000 // BYTES_PER_KEY
+
+
+BASE = Point(kills=(1, 2, 3, 1, 2, 3, 1, 2, 3))
+POINTS = (
+    BASE,
+    Point(state_mb=50),
+    Point(state_mb=1_000),
+    Point(backups=2, kills=(1, 2, 3)),
+    Point(interval_s=1.0),
+    Point(interval_s=15.0),
+    Point(executors=3),
+    Point(executors=4),
+)
+"""One axis at a time, from the base point: the full product would take a day and say little more."""
+PEER_POINTS = (BASE, Point(state_mb=50), Point(state_mb=1_000))
+"""Structured Streaming has neither backups nor an interval of checkpoints: it makes each batch durable."""
+QUICK = (Point(state_mb=50, kills=(1, 3)),)
+
+
+def run(quick: bool, out: Path | None) -> dict[str, Any]:
+    """See README.md. Quick: 50 MB, one kill of one executor and one of three."""
+    points = QUICK if quick else POINTS
+    peers = QUICK if quick else PEER_POINTS
+    rows: list[Row] = []
+    for number in range(1, 2 if quick else 3):
+        for point in points:
+            with common.workplace() as place:
+                write_input(place / "pool", point.keys)
+                for contender in (PENSTOCK, STRUCTURED) if point in peers else (PENSTOCK,):
+                    common.note(f"round {number}, {contender}: {point}")
+                    rows += measure(contender, point, number, place)
+    notes = [
+        "to_next_output_s: from SIGKILL to the first output that had not been committed before.",
+        "rebuild_s: the longest time that a container took to bring lost slices up; spark_s: all the rest.",
+        "detect_s + drain_s + replay_s is to_next_output_s: until the loss is seen, until what still ran is gone, and "
+        "until the epochs since the last checkpoint have run again and one more is out.",
+        "from_backup, from_durable: slices brought up from a peer's copy, or from the checkpoint.",
+        f"A file of {FILE_ROWS:,} rows every {FEED_S} s. Structured Streaming makes each batch durable, Penstock each "
+        "interval_s; both run as soon as there is input.",
+        "In every run the final count and sum of every key were compared with the truth, and no output came twice.",
+    ]
+
+    def draw(path: Path) -> None:
+        from penstock.observe.plot import plot_bars
+
+        single = [row for row in rows if _is(row, BASE, "state_mb") and row["kills"] == 1]
+        bars = common.medians(single, "to_next_output_s", group="state_mb")
+        plot_bars(bars, path, "From the loss of an executor to new output, by state in MB", "seconds")
+
+    return common.finish("recovery", rows, ratios(rows), notes, out, draw)
+
+
+def measure(contender: str, point: Point, number: int, place: Path) -> list[Row]:
+    """All kills of one run, its output verified."""
+    work = place / "work"
+    args = {**dataclasses.asdict(point), "keys": point.keys, "pool": str(place / "pool"), "work": str(work)}
+    figures = common.run_contender(MODULE, contender, {**args, "seed": number}, work, seconds_max=RUN_S_MAX)
+    check_output(work / "out", true_totals(place / "pool", figures["fed"]), contender)
+    shutil.rmtree(work, ignore_errors=True)
+    shared = {
+        "contender": contender,
+        "round": number,
+        "state_mb": point.state_mb,
+        "backups": point.backups if contender == PENSTOCK else None,
+        "interval_s": point.interval_s if contender == PENSTOCK else None,
+        "executors": point.executors,
+    }
+    measured = {
+        "state_bytes": figures["state_bytes"],
+        "state_rows": figures["state_rows"],
+        "batch_ms_p50": figures["batch_ms_p50"],
+        "memory_mb": figures["memory_mb"],
+    }
+    rows = [{**shared, **kill, **measured} for kill in figures["kills"]]
+    for row in rows:
+        common.note(f"{contender}: " + ", ".join(f"{k} {v}" for k, v in row.items() if v is not None))
+    return rows
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def _is(row: Row, point: Point, *free: str) -> bool:
+    """Whether a row is of this point, but for the axes named ``free``. What a contender does not have matches all."""
+    axes = ("state_mb", "backups", "interval_s", "executors")
+    return all(axis in free or row[axis] is None or row[axis] == getattr(point, axis) for axis in axes)
+
+
+def _median(rows: Sequence[Row], figure: str) -> float | None:
+    found = [float(row[figure]) for row in rows if row.get(figure) is not None]
+    return common.rounded(statistics.median(found)) if found else None
+
+
+def _over(a: float | None, b: float | None) -> float | None:
+    return common.rounded(a / b) if a is not None and b else None
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Medians over all kills of a kind; a kill is hit and miss within an epoch, so that pairs of kills mean nothing."""
+    ours = [row for row in rows if row["contender"] == PENSTOCK]
+    theirs = [row for row in rows if row["contender"] == STRUCTURED]
+    # A quick run has no base point: then what there is, is compared.
+    base = BASE if any(_is(row, BASE) for row in ours) else Point(state_mb=ours[0]["state_mb"]) if ours else BASE
+    found: dict[str, float | None] = {}
+
+    def median(which: Sequence[Row], figure: str, kills: int, *free: str, **where: Any) -> float | None:
+        chosen = [row for row in which if row["kills"] == kills and _is(row, base, *free)]
+        return _median([row for row in chosen if all(row[k] == v for k, v in where.items())], figure)
+
+    output = "to_next_output_s"
+    found["vs_structured_streaming"] = _over(median(theirs, output, 1), median(ours, output, 1))
+    for size in sorted({row["state_mb"] for row in ours}):
+        suffix = f"_{size}mb"
+        mine = median(ours, output, 1, "state_mb", state_mb=size)
+        found[f"to_next_output_s{suffix}"] = mine
+        found[f"rebuild_s{suffix}"] = median(ours, "rebuild_s", 1, "state_mb", state_mb=size)
+        peer = median(theirs, output, 1, "state_mb", state_mb=size)
+        found[f"vs_structured_streaming{suffix}"] = _over(peer, mine)
+    one = median(ours, output, 1)
+    found["two_failures_vs_one"] = _over(median(ours, output, 2), one)
+    found["three_failures_vs_one"] = _over(median(ours, output, 3), one)
+    found["three_failures_rebuild_vs_one"] = _over(median(ours, "rebuild_s", 3), median(ours, "rebuild_s", 1))
+    for axis, names in (("executors", "holders"), ("interval_s", "interval"), ("backups", "backups")):
+        values = sorted({row[axis] for row in ours})
+        for value in values if len(values) > 1 else ():
+            where = {axis: value}
+            figure = output if axis == "interval_s" else "rebuild_s"
+            found[f"{figure}_{names}_{value:g}"] = median(ours, figure, 1, axis, **where)
+    return found
+
+
+def penstock_kill(at: float, trace: Sequence[Mapping[str, Any]]) -> Figures:
+    """The figures of one kill at ``at``, from the record of events and commands, in seconds of the same clock.
+
+    A loss is seen when a stage fails, when a container says that its state is gone, or when the nodes have changed.
+    """
+    before = [entry for entry in trace if entry["at"] <= at]
+    after = [entry for entry in trace if entry["at"] > at]
+    attempt = max((entry["attempt"] for entry in before if entry.get("attempt")), default=0)
+    published = max((entry["epoch"] for entry in before if entry["what"] == "EpochPublished"), default=0)
+    seen = next((entry["at"] for entry in after if _says_lost(entry)), None)
+    begun: float | None = None
+    repeated, rebuild_ms, attempts = 0, 0.0, 0
+    sources: Counter[str] = Counter()
+    for entry in after:
+        if entry.get("attempt", 0) <= attempt:
+            if entry["what"] == "EpochPublished":  # it was as good as done when the kill came
+                published = max(published, entry["epoch"])
+            continue
+        attempts = max(attempts, entry["attempt"] - attempt)
+        if entry["what"] == "RunStage" and begun is None:
+            begun = entry["at"]
+        if entry["what"] == "StageDone":
+            rebuild_ms = max(rebuild_ms, entry["load_ms"])
+            sources.update(entry["rebuilt"])
+        if entry["what"] == "EpochPublished" and entry["epoch"] <= published:
+            repeated += 1
+        elif entry["what"] == "EpochPublished":
+            total = entry["at"] - at
+            seen = entry["at"] if seen is None else seen
+            begun = seen if begun is None else begun
+            return {
+                "to_next_output_s": round(total, 3),
+                "detect_s": round(seen - at, 3),
+                "drain_s": round(begun - seen, 3),
+                "replay_s": round(entry["at"] - begun, 3),
+                "rebuild_s": round(rebuild_ms / 1000, 3),
+                "spark_s": round(total - rebuild_ms / 1000, 3),
+                "repeated_epochs": repeated,
+                "attempts": attempts,
+                "from_backup": sources["backup"],
+                "from_durable": sources["durable"],
+            }
+    raise EngineError("no new output came after a kill", remedy="Look at the contender's log.")
+
+
+def _says_lost(entry: Mapping[str, Any]) -> bool:
+    return entry["what"] in ("StageFailed", "NodesChanged") or bool(entry.get("missing"))
+
+
+def structured_kill(at: float, batches: Sequence[tuple[float, int]]) -> Figures:
+    """``batches``: when each batch's output was complete, and its number."""
+    last = max((number for done, number in batches if done <= at), default=-1)
+    done = next((done for done, number in batches if done > at and number > last), None)
+    if done is None:
+        raise EngineError("no new output came after a kill", remedy="Look at the contender's log.")
+    return {"to_next_output_s": round(done - at, 3)}
+
+
+# --- input and truth ----------------------------------------------------------------------------------------------
+
+
+def write_input(pool: Path, keys: int, *, beats: int = BEATS, rows: int = FILE_ROWS, seed: int = 5) -> None:
+    """``load-*``: each key once, in no order; ``beat-*``: random keys of all."""
+    pool.mkdir(parents=True)
+    common.note(f"writing {keys:,} keys")
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(keys)
+    for number, first in enumerate(range(0, keys, rows)):
+        _write(order[first : first + rows], rng, pool / f"load-{number:05d}.parquet")
+    for number in range(beats):
+        _write(rng.integers(0, keys, rows), rng, pool / f"beat-{number:05d}.parquet")
+
+
+def _write(numbers: np.ndarray[Any, Any], rng: np.random.Generator, path: Path) -> None:
+    keys = pl.Series(KEY, numbers).cast(pl.String).str.zfill(10)
+    frame = pl.DataFrame({KEY: "user-" + keys, "amount": rng.integers(0, 1_000, len(numbers))})
+    frame.write_parquet(path, compression="snappy", row_group_size=-(-len(numbers) // common.ROW_GROUPS))
+
+
+def true_totals(pool: Path, fed: int) -> pl.DataFrame:
+    """Key, n, total after all of ``load-*`` and ``fed`` files of ``beat-*``, taken in turn."""
+    beats = sorted(pool.glob("beat-*.parquet"))
+    turns, rest = divmod(fed, len(beats))
+    totals = (pl.len().cast(pl.Int64).alias(COUNT), pl.col("amount").sum().alias(SUM))
+    parts = [pl.read_parquet(pool / "load-*.parquet").group_by(KEY).agg(totals)]
+    for number, path in enumerate(beats):
+        times = turns + (number < rest)
+        if times:
+            beat = pl.read_parquet(path).group_by(KEY).agg(totals)
+            parts.append(beat.with_columns(pl.col(COUNT) * times, pl.col(SUM) * times))
+    return pl.concat(parts).group_by(KEY).agg(pl.col(COUNT).sum(), pl.col(SUM).sum()).sort(KEY)
+
+
+def check_output(out: Path, truth: pl.DataFrame, contender: str) -> None:
+    """What a reader of the output sees: no count of a key twice, and the last one of every key is right."""
+    rows = pl.read_parquet(out / "**" / "*.parquet", hive_partitioning=False).select(KEY, COUNT, SUM)
+    twice = rows.height - rows.select(pl.struct(KEY, COUNT).n_unique()).item()
+    # A count only grows: the last row of a key is the one with the greatest.
+    last = rows.sort(COUNT).unique(KEY, keep="last").sort(KEY).cast({COUNT: pl.Int64, SUM: pl.Int64})
+    if twice == 0 and last.equals(truth):
+        return
+    wrong = truth.join(last, on=KEY, how="full", suffix="_found", coalesce=True).filter(
+        pl.col(COUNT).ne_missing(pl.col(f"{COUNT}_found")) | pl.col(SUM).ne_missing(pl.col(f"{SUM}_found"))
+    )
+    raise EngineError(
+        f"contender '{contender}' is not exact after the kills: {twice:,} rows of output came twice, {wrong.height:,} "
+        f"of {truth.height:,} keys are wrong, such as {wrong.head(1).to_dicts()}.",
+        remedy="Its figures were thrown away. Please report this.",
+        contender=contender,
+    )
+
+
+class Feeder(threading.Thread):
+    """Puts files where the contender looks for them: all of the load at once, then one in each ``FEED_S``.
+
+    A file appears whole, as a hard link. What a contender has not taken yet waits for it.
+    """
+
+    def __init__(self, pool: Path, into: Path) -> None:
+        super().__init__(name="feeder", daemon=True)
+        self.pool, self.into = pool, into
+        self.beats = sorted(pool.glob("beat-*.parquet"))
+        self.fed = 0
+        self._over = threading.Event()
+        into.mkdir(parents=True)
+
+    def load(self) -> int:
+        """How many files."""
+        files = sorted(self.pool.glob("load-*.parquet"))
+        for path in files:
+            os.link(path, self.into / path.name)
+        return len(files)
+
+    def run(self) -> None:
+        due = time.monotonic()
+        while not self._over.wait(max(0.0, due - time.monotonic())):
+            os.link(self.beats[self.fed % len(self.beats)], self.into / f"z-{self.fed:06d}.parquet")
+            self.fed += 1
+            due += FEED_S
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+
+# --- killing ------------------------------------------------------------------------------------------------------
+
+
+def executors() -> dict[str, psutil.Process]:
+    """Executor id -> its process, of those below this one that are alive."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, ValueError):
+            line = process.cmdline()
+            if any("CoarseGrainedExecutorBackend" in part for part in line) and process.status() != "zombie":
+                # The launcher's own JVM has the same words in a longer line before it becomes the executor.
+                found[line[line.index("--executor-id") + 1]] = process
+    return found
+
+
+def kill(victims: Sequence[psutil.Process]) -> float:
+    """SIGKILL to all of them; when that was, by the monotonic clock."""
+    at = time.monotonic()
+    for process in victims:
+        process.send_signal(signal.SIGKILL)
+    return at
+
+
+def wait_for(condition: Callable[[], bool], seconds_max: float, what: str = "") -> bool:
+    """Poll, since both engines are asked from outside. With ``what``, to wait in vain is an error."""
+    limit = time.monotonic() + seconds_max
+    pause = threading.Event()
+    while not condition():
+        if time.monotonic() > limit:
+            if what:
+                raise EngineError(f"waited {seconds_max:.0f} s in vain until {what}", remedy="See the contender's log.")
+            return False
+        pause.wait(0.05)
+    return True
+
+
+# --- Penstock -----------------------------------------------------------------------------------------------------
+
+
+class Trace:
+    """The record of what the controller is told and what it orders, kept beside the runtime's own work."""
+
+    def __init__(self, runtime: Any) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.homes: dict[int, str] = {}
+        """container -> node, by its last report"""
+        self._observe, self._execute = runtime._observe, runtime._execute
+        runtime._observe, runtime._execute = self.event, self.command
+
+    def event(self, event: Any) -> None:
+        what = type(event).__name__
+        if what in ("StageDone", "StageFailed", "EpochPublished", "ManifestWritten", "NodesChanged"):
+            self.entries.append(self._entry(what, event))
+        self._observe(event)
+
+    def command(self, command: Any) -> None:
+        what = type(command).__name__
+        if what in ("RunStage", "CancelAll"):
+            self.entries.append(self._entry(what, command))
+        self._execute(command)
+
+    def tell(self, at: float) -> None:
+        """Into the contender's log: what happened around ``at``."""
+        for entry in list(self.entries):
+            if entry["at"] > at - 1.0:
+                shown = {k: v for k, v in entry.items() if k not in ("at", "what") and v}
+                common.note(f"  {entry['at'] - at:+.3f} {entry['what']} {shown}"[:400])
+
+    def _entry(self, what: str, item: Any) -> dict[str, Any]:
+        # An event is stamped where it happens; that it waited in the queue is part of what we measure.
+        entry: dict[str, Any] = {"at": time.monotonic(), "what": what}
+        entry |= {name: getattr(item, name) for name in ("epoch", "attempt", "stage", "reason") if hasattr(item, name)}
+        reports = getattr(item, "reports", None)
+        if reports is not None:
+            entry["load_ms"] = max((report.load_ms for report in reports), default=0.0)
+            entry["busy_ms"] = max((report.busy_ms for report in reports), default=0.0)
+            entry["missing"] = any(report.missing for report in reports)
+            rebuilt: Counter[str] = Counter()
+            for report in reports:
+                rebuilt.update(getattr(report, "rebuilt", None) or {})
+            entry["rebuilt"] = dict(rebuilt)
+            if item.stage == OPERATOR:
+                self.homes.update({report.index: report.node for report in reports if report.state_rows})
+        return entry
+
+
+def penstock(args: dict[str, Any]) -> Iterator[Figures]:
+    import penstock as ps
+    from penstock.engines.job import start
+
+    work = Path(args["work"])
+    feeder = Feeder(Path(args["pool"]), work / "in")
+    feeder.load()
+    flow = ps.Flow("recovery")
+    source = flow.source("in", ps.files(f"{work}/in/*.parquet", follow=True))
+    totals = source.key_by(KEY).aggregate(OPERATOR, **{COUNT: ps.count(), SUM: ps.sum("amount")})
+    # Structured Streaming's Parquet writer leaves it to the system when files reach the disk.
+    totals.sink("out", ps.parquet(str(work / "out"), durable=False))
+    settings = {"backups": args["backups"]} if _has_backups() else {}
+    config = ps.Config(
+        master=f"local-cluster[{args['executors']},1,{EXECUTOR_MB}]",
+        epoch_rows=FILE_ROWS * BATCH_FILES,
+        checkpoint=str(work / "checkpoint"),
+        checkpoint_interval_s=args["interval_s"],
+        spark=_spark_settings(work),
+        **settings,
+    )
+    job = start(flow, engine="spark", config=config)
+    wait_for(lambda: job.status().phase in ("running", "failed"), SETTLE_S_MAX, "the job runs")
+    trace = Trace(job._runtime)
+    wait_for(_watch(job, lambda: job.status().rows >= args["keys"]), RUN_S_MAX / 2, "the state is loaded")
+    state = job.status()
+    feeder.start()
+    rng = np.random.default_rng([7, args["seed"]])
+    kills = []
+    for number, count in enumerate(args["kills"]):
+        _settle_penstock(job, trace, args, feeder)
+        # Kills of one kind are spread evenly over the time from one checkpoint to the next.
+        same = [n for n, c in enumerate(args["kills"]) if c == count]
+        phase = (same.index(number) + 0.5) / len(same)
+        _after_checkpoint(trace, phase * args["interval_s"])
+        alive = executors()
+        owners = sorted(set(trace.homes.values()) & alive.keys())
+        victims = [alive[node] for node in rng.permutation(owners)[:count]]
+        common.note(f"kill {count} of {sorted(alive)}, slices are on {dict(Counter(trace.homes.values()))}")
+        at = kill(victims)
+        try:
+            wait_for(_watch(job, partial(_output_is_new, at, trace)), SETTLE_S_MAX, "there is new output")
+        finally:
+            trace.tell(at)
+        figures = penstock_kill(at, list(trace.entries))
+        kills.append({"kills": count, "phase_s": round(phase * args["interval_s"], 2), **figures})
+        common.note(str(kills[-1]))
+    feeder.stop()
+    rows = args["keys"] + feeder.fed * FILE_ROWS
+    wait_for(_watch(job, lambda: job.status().rows >= rows), SETTLE_S_MAX * 4, "all input is published")
+    history = [entry["ms"] for entry in job.status().history if entry["rows"] == FILE_ROWS]
+    job.stop()
+    yield {
+        "kills": kills,
+        "fed": feeder.fed,
+        "state_bytes": state.state_bytes,
+        "state_rows": state.state_rows,
+        "batch_ms_p50": common.rounded(statistics.median(history)) if history else None,
+    }
+
+
+def _has_backups() -> bool:
+    from penstock.config import Config
+
+    return any(setting.name == "backups" for setting in dataclasses.fields(Config))
+
+
+def _spark_settings(work: Path) -> dict[str, str]:
+    return {
+        "spark.driver.memory": common.DRIVER_MEMORY,
+        "spark.executor.memory": f"{EXECUTOR_MB}m",
+        "spark.local.dir": str(work / "spark"),
+    }
+
+
+def _watch(job: Any, condition: Callable[[], bool]) -> Callable[[], bool]:
+    """The condition; and the error that ended the job, if one did."""
+
+    def check() -> bool:
+        if job._runtime.ended.is_set():
+            job.wait()
+            raise EngineError("the job has ended too early", remedy="See the contender's log.")
+        return condition()
+
+    return check
+
+
+def _output_is_new(at: float, trace: Trace) -> bool:
+    try:
+        penstock_kill(at, list(trace.entries))
+    except EngineError:
+        return False
+    return True
+
+
+def _settle_penstock(job: Any, trace: Trace, args: dict[str, Any], feeder: Feeder) -> None:
+    """All executors are there, slices on all of them if that is to be, nothing waits, and a checkpoint is whole."""
+    wait_for(lambda: len(executors()) == args["executors"], SETTLE_S_MAX, "all executors are back")
+    wait_for(_watch(job, lambda: len(set(trace.homes.values())) == args["executors"]), SPREAD_S_MAX)
+    caught_up = lambda: job.status().rows >= args["keys"] + (feeder.fed - 3) * FILE_ROWS  # noqa: E731
+    wait_for(_watch(job, caught_up), SETTLE_S_MAX, "what had piled up is processed")
+
+
+def _after_checkpoint(trace: Trace, seconds: float) -> None:
+    """Wait until so long after the next checkpoint has become whole."""
+    begin = time.monotonic()
+
+    def latest() -> float | None:
+        found = [e["at"] for e in trace.entries if e["what"] == "ManifestWritten" and e["at"] > begin]
+        return found[-1] if found else None
+
+    wait_for(lambda: latest() is not None, SETTLE_S_MAX, "a checkpoint is taken")
+    wait_for(lambda: time.monotonic() >= (latest() or 0.0) + seconds, SETTLE_S_MAX)
+
+
+# --- Structured Streaming -----------------------------------------------------------------------------------------
+
+
+def structured_rocksdb(args: dict[str, Any]) -> Iterator[Figures]:
+    """RocksDB with changelog checkpoints; a partition of the state for each executor; all else as Spark sets it."""
+    work = Path(args["work"])
+    feeder = Feeder(Path(args["pool"]), work / "in")
+    feeder.load()
+    spark = _structured_session(args)
+    from pyspark.sql import functions as sql
+
+    begun: list[tuple[float, int]] = []
+    done: list[tuple[float, int]] = []
+
+    def write(batch: Any, number: int) -> None:
+        begun.append((time.monotonic(), number))
+        batch.write.mode("overwrite").parquet(f"{work}/out/{number:06d}")
+        done.append((time.monotonic(), number))
+
+    rows = spark.readStream.schema(f"{KEY} string, amount bigint").option("maxFilesPerTrigger", BATCH_FILES)
+    totals = rows.parquet(str(work / "in")).groupBy(KEY).agg(sql.count("*").alias(COUNT), sql.sum("amount").alias(SUM))
+    writer = totals.writeStream.outputMode("update").foreachBatch(write)
+    query = writer.option("checkpointLocation", str(work / "checkpoint")).start()
+    query.processAllAvailable()
+    state = query.lastProgress["stateOperators"][0]
+    loaded = len(done)
+    feeder.start()
+    rng = np.random.default_rng([7, args["seed"]])
+    kills = []
+    for count in args["kills"]:
+        wait_for(lambda: len(executors()) == args["executors"], SETTLE_S_MAX, "all executors are back")
+        _settle_structured(query, done, begun, feeder)
+        alive = executors()
+        victims = [alive[node] for node in rng.permutation(sorted(alive))[:count]]
+        at = kill(victims)
+        wait_for(partial(_batch_is_new, at, done, query), SETTLE_S_MAX * 2, "there is new output")
+        kills.append({"kills": count, **structured_kill(at, list(done))})
+        common.note(f"killed {count} of {sorted(alive)}: {kills[-1]}")
+    feeder.stop()
+    query.processAllAvailable()
+    query.stop()
+    times = [end - start for (start, _), (end, _) in zip(begun[loaded:], done[loaded:], strict=False)]
+    yield {
+        "kills": kills,
+        "fed": feeder.fed,
+        "state_bytes": int(state["memoryUsedBytes"]),
+        "state_rows": int(state["numRowsTotal"]),
+        "batch_ms_p50": common.rounded(statistics.median(times) * 1000) if times else None,
+    }
+    spark.stop()
+
+
+def _structured_session(args: dict[str, Any]) -> Any:
+    from pyspark.sql import SparkSession
+
+    work = Path(args["work"])
+    conf = {
+        **_spark_settings(work),
+        **common.ROCKSDB,
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "ERROR",
+        "spark.sql.shuffle.partitions": str(args["executors"]),
+        "spark.sql.adaptive.enabled": "false",
+    }
+    builder: Any = SparkSession.builder
+    builder = builder.master(f"local-cluster[{args['executors']},1,{EXECUTOR_MB}]").appName("recovery")
+    for key, value in conf.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def _settle_structured(
+    query: Any, done: list[tuple[float, int]], begun: list[tuple[float, int]], feeder: Feeder
+) -> None:
+    """It has caught up, and then a batch has just begun: so its tasks meet the loss."""
+    seen = feeder.fed
+
+    def caught_up() -> bool:
+        progress = query.lastProgress
+        return _alive(query) and feeder.fed > seen + 2 and progress["numInputRows"] <= 3 * FILE_ROWS
+
+    wait_for(caught_up, SETTLE_S_MAX * 2, "what had piled up is processed")
+    last = len(begun)
+    wait_for(lambda: _alive(query) and len(begun) > last, SETTLE_S_MAX, "a batch begins")
+
+
+def _alive(query: Any) -> bool:
+    if not query.isActive:
+        raise EngineError(f"the query has ended: {query.exception()}", remedy="See the contender's log.")
+    return True
+
+
+def _batch_is_new(at: float, done: list[tuple[float, int]], query: Any) -> bool:
+    try:
+        structured_kill(at, list(done))
+    except EngineError:
+        return not _alive(query)
+    return True
+
+
+CONTENDERS: dict[str, common.Contender] = {PENSTOCK: penstock, STRUCTURED: structured_rocksdb}
+
+if __name__ == "__main__":
+    common.contender_main(MODULE)

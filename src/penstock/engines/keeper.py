@@ -1,0 +1,509 @@
+"""The background side of a worker process: keeps backups of peers' slices current, for all stages.
+
+A task's thread only tells and asks. ``tell`` says what to hold and which checkpoints are complete, ``offer`` hands over
+pieces that arrived; both put things into a queue. The work is done in *steps* on an executor with one thread: take in
+everything queued, come forward, then read at most one file from the durable store, then queue the next step. So a large
+seed never stands before a piece or a commit, and nothing here ever waits for anything but the store. Only ``take``,
+which a recovering task calls, waits: for one step, and for so long as it says.
+
+The store may be away: reading is tried again at a later ``tell``, after a pause that grows. Meanwhile what is held
+stays current by the pieces alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import CancelledError, Executor, Future
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import polars as pl
+
+from penstock.errors import CorruptData
+from penstock.state.backup import Backups, Commit, Spill, merge_two, owned
+from penstock.state.checkpoint import DeltaFile, Manifest, check_file
+from penstock.state.codec import decode, select_slices
+from penstock.state.store import Store
+
+PATIENCE_S: Final = 2.0
+"""A piece may arrive after its checkpoint is known to be complete: so long nothing is read in its place."""
+PAUSE_FIRST_S: Final = 0.5
+PAUSE_MAX_S: Final = 30.0
+WAIT_MAX_S: Final = 0.05
+"""The longest that a step holds up those behind it to keep to the bandwidth."""
+BURST_S: Final = 0.25
+"""So much of a second's bytes may be read at once after a rest."""
+_SEEN_MAX: Final = 256
+
+
+class Keeper:
+    """One in a worker process. ``pool`` has one thread, and nothing else runs on it for long. ``bytes_s``: how much may
+    be read from the store in a second (0: no limit). ``wait``: how that thread waits; None: it does not, and goes on
+    at a later ``tell``."""
+
+    def __init__(
+        self,
+        job: str,
+        store: Store,
+        *,
+        memory_max: int,
+        spill: Callable[[], Spill] | None,
+        bytes_s: float,
+        pool: Executor,
+        load_manifest: Callable[[int], Manifest],
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] | None = time.sleep,
+    ) -> None:
+        self._job = job
+        self._store = store
+        self._memory_max = memory_max
+        self._make_spill = spill
+        self._pool = pool
+        self._load_manifest = load_manifest
+        self._clock = clock
+        self._wait = wait
+        self._rate = _Rate(bytes_s, clock)
+        self._lock = threading.Lock()
+        # Under the lock: what a task's thread and the pool's share.
+        self._told: dict[str, _Told] = {}
+        self._stepping = False
+        self._due_s: float | None = None
+        self._held: dict[str, tuple[int, frozenset[int]]] = {}
+        self._problem: str | None = None
+        self._stats: dict[str, int] = {}
+        self._closed = False
+        # Of the pool's thread alone.
+        self._stages: dict[str, _Stage] = {}
+        self._spill: Spill | None = None
+        self._spill_problem: str | None = None
+        self._fault: str | None = None
+        self._turn = 0
+        self._counts = dict.fromkeys(("seeded", "fetched", "bytes_read", "store_errors"), 0)
+
+    # ---- from a task's thread --------------------------------------------------------------------------------------
+
+    def tell(
+        self,
+        stage: str,
+        key: Sequence[str],
+        slices_total: int,
+        want: frozenset[int],
+        checkpoint: int,
+        commits: Sequence[Commit],
+    ) -> None:
+        """Said in each task: what this process is to hold of the stage, the newest checkpoint, and the commits up to
+        it (as many as are at hand). Cheap; what was said before is not queued again."""
+        with self._lock:
+            told = self._told.get(stage)
+            if told is None:
+                if not want:
+                    return
+                told = self._told[stage] = _Told(tuple(key), slices_total)
+            told.take_in(want, checkpoint, commits)
+            needed = told.news or (self._due_s is not None and self._clock() >= self._due_s)
+        if needed:
+            self._start()
+
+    def offer(self, stage: str, piece: bytes) -> None:
+        """A piece that arrived for a stage of which ``tell`` was called. Of another, nobody wants it."""
+        with self._lock:
+            told = self._told.get(stage)
+            if told is None:
+                return
+            told.pieces.append(piece)
+            told.news = True
+        self._start()
+
+    def held(self, stage: str) -> tuple[int, frozenset[int]]:
+        """The newest checkpoint known and the slices current at it, as of the last step."""
+        with self._lock:
+            return self._held.get(stage, (0, frozenset()))
+
+    def take(
+        self, stage: str, slices: Collection[int], checkpoint: int, timeout_s: float = 5.0
+    ) -> dict[int, list[pl.DataFrame]]:
+        """Frames of those slices that are current at the checkpoint, once all that is queued has been taken in. Never
+        raises; what is not there in time is not returned."""
+        with self._lock:
+            if stage not in self._told or self._closed:
+                return {}
+        future: Future[dict[int, list[pl.DataFrame]]] | None = None
+        try:
+            deadline_s = self._clock() + timeout_s / 2
+            future = self._pool.submit(self._take, stage, tuple(slices), checkpoint, deadline_s)
+            return future.result(timeout_s)
+        except (Exception, CancelledError):  # too late, shut down, or a fault of ours: the durable store has it all
+            if future is not None:
+                future.cancel()
+            return {}
+
+    def problem(self) -> str | None:
+        """Why less is held than should be, in words."""
+        with self._lock:
+            return self._problem
+
+    def stats(self) -> dict[str, int]:
+        """As of the last step: ``bytes_memory``, ``bytes_spilled``, ``slices_held``, ``slices_wanted``, ``ignored``,
+        and in total ``seeded``, ``fetched``, ``bytes_read``, ``store_errors``."""
+        with self._lock:
+            return dict(self._stats)
+
+    def close(self) -> None:
+        """No more steps; the files go. The pool is its owner's."""
+        with self._lock:
+            self._closed = True
+            self._told.clear()
+        spill = self._spill
+        if spill is not None:
+            with contextlib.suppress(OSError):
+                spill.clear()
+
+    def _start(self) -> None:
+        """Have a step done, unless one is waiting to be."""
+        with self._lock:
+            if self._stepping or self._closed:
+                return
+            self._stepping = True
+        try:
+            self._pool.submit(self._step)
+        except RuntimeError:
+            self._closed = True  # the pool is shut down: the process is ending
+
+    # ---- steps: on the pool's thread -------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        try:
+            self._take_in()
+            busy = not self._closed and self._read_one()
+        except Exception as error:
+            busy = False
+            self._drop_all(error)
+        with self._lock:
+            self._stepping = False
+            self._note()
+            more = busy or any(told.news for told in self._told.values())
+        if more:
+            self._start()
+
+    def _drop_all(self, error: Exception) -> None:
+        """A fault of ours, or no memory. Backups are a cache: say so, and let the durable store do."""
+        self._stages.clear()
+        if self._spill is not None:
+            self._spill.clear()
+            self._spill = None  # another is made when it is needed
+        self._fault = f"backups were dropped: {type(error).__name__}: {error}"
+
+    def _take(self, stage: str, slices: Sequence[int], checkpoint: int, deadline_s: float) -> dict[int, Any]:
+        try:
+            taken = self._taken(stage, slices, checkpoint, deadline_s)
+        except Exception as error:
+            taken = {}
+            self._drop_all(error)
+        with self._lock:
+            self._note()
+        return taken
+
+    def _taken(self, stage: str, slices: Sequence[int], checkpoint: int, deadline_s: float) -> dict[int, Any]:
+        self._take_in()
+        kept = self._stages.get(stage)
+        if kept is None:
+            return {}
+        # A delta that is missing is soon read, and spares reading all of the slice.
+        tried: set[str] = set()
+        while self._clock() < deadline_s and not set(slices) <= kept.backups.current(checkpoint):
+            name = next((name for name in kept.missing if name not in tried), None)
+            if name is None or not self._fetch(kept, name):
+                break
+            tried.add(name)
+        return kept.backups.take(slices, checkpoint)
+
+    def _take_in(self) -> None:
+        """Everything that is queued."""
+        with self._lock:
+            news = [(stage, told, told.hand_over()) for stage, told in self._told.items() if told.news]
+        for stage, told, (want, checkpoint, commits, pieces) in news:
+            kept = self._stages.get(stage)
+            if kept is None:
+                kept = self._stages[stage] = self._made(stage, told)
+            backups = kept.backups
+            backups.want(want)
+            kept.checkpoint = max(kept.checkpoint, checkpoint)
+            for piece in pieces:
+                backups.offer(piece)
+            for commit in commits:
+                backups.commit(commit)
+            if kept.seeding is not None:
+                kept.seeding.only(want)
+            if kept.checkpoint == 0:
+                for number in backups.to_seed(0):  # before any input every slice is empty
+                    backups.seed(number, 0, [])
+            self._advance(kept)
+
+    def _made(self, stage: str, told: _Told) -> _Stage:
+        if self._make_spill is not None and self._spill is None and self._spill_problem is None:
+            try:
+                self._spill = self._make_spill()
+            except OSError as error:
+                self._spill_problem = f"there is no local disk for backups: {error}"
+        backups = Backups(self._job, stage, told.key, told.slices_total, self._memory_max, self._spill)
+        return _Stage(stage, backups)
+
+    def _share(self, backups: Backups) -> int:
+        """What the other stages leave of the memory; a small part in any case, or the first would have it all."""
+        others = sum(kept.backups.nbytes for kept in self._stages.values() if kept.backups is not backups)
+        return max(self._memory_max // (4 * len(self._stages)), self._memory_max - others)
+
+    def _advance(self, kept: _Stage) -> None:
+        kept.backups.memory_max = self._share(kept.backups)
+        missing = kept.backups.advance()
+        now = self._clock()
+        kept.missing = {name: kept.missing.get(name, now) for name in missing}
+
+    # ---- reading the store -----------------------------------------------------------------------------------------
+
+    def _read_one(self) -> bool:
+        """Read one file for the stage whose turn it is. True: there is more to do at once."""
+        stages = list(self._stages.values())
+        now = self._clock()
+        ready = [kept for kept in stages if now >= kept.resume_s and self._work(kept, now)]
+        if not ready:
+            return False
+        pause_s = self._rate.pause_s()
+        if pause_s > 0:
+            if self._wait is None:
+                return False
+            self._wait(min(pause_s, WAIT_MAX_S))
+            return True
+        self._turn += 1
+        kept = ready[self._turn % len(ready)]
+        name = self._late(kept, now)
+        if name is not None:
+            self._fetch(kept, name)
+        else:
+            self._seed_some(kept)
+        return True
+
+    def _late(self, kept: _Stage, now: float) -> str | None:
+        """A missing file whose piece has had time enough to come."""
+        return next((name for name, since in kept.missing.items() if now >= since + PATIENCE_S), None)
+
+    def _work(self, kept: _Stage, now: float) -> bool:
+        if self._late(kept, now) is not None or kept.seeding is not None:
+            return True
+        return bool(kept.checkpoint > 0 and kept.backups.to_seed(kept.checkpoint))
+
+    def _fetch(self, kept: _Stage, name: str) -> bool:
+        """Read a delta whose piece did not come."""
+        try:
+            data = self._read(name)
+            meta, frame = decode(data, name)
+        except (FileNotFoundError, CorruptData):
+            kept.backups.lose(name)  # merged with others and removed: the slices are seeded again
+        except Exception as error:
+            self._failed(kept, error)
+            return False
+        else:
+            kept.backups.supply(name, meta, frame)
+            self._counts["fetched"] += 1
+            kept.went_well()
+        self._advance(kept)
+        return True
+
+    def _seed_some(self, kept: _Stage) -> None:
+        """One file more of the seed under way, or begin one."""
+        backups = kept.backups
+        try:
+            seed = kept.seeding
+            if seed is None:
+                seed = self._begin(kept)
+            if seed.files:
+                file = seed.files[0]
+                data = self._read(file.name)
+                check_file(file, data, file.name)
+                meta, frame = decode(data, file.name)
+                seed.add(file, lambda number: select_slices(meta, frame, [number]), backups.key)
+        except Exception as error:
+            kept.seeding = backups.pinned = None
+            self._failed(kept, error)
+            return
+        backups.memory_max = self._share(backups)
+        for number in seed.finished():
+            backups.seed(number, seed.checkpoint, seed.parts_of(number))
+            self._counts["seeded"] += 1
+        seed.limit(backups.memory_max)
+        if not seed.slices:
+            kept.seeding = None
+            kept.went_well()
+        self._advance(kept)
+        if kept.seeding is None:
+            backups.pinned = None
+
+    def _begin(self, kept: _Stage) -> _Seed:
+        checkpoint = kept.checkpoint
+        slices = kept.backups.to_seed(checkpoint)
+        files = self._load_manifest(checkpoint).files_for(kept.stage, slices)
+        kept.seeding = _Seed(checkpoint, set(slices), files)
+        kept.backups.pinned = checkpoint
+        return kept.seeding
+
+    def _read(self, name: str) -> bytes:
+        data = self._store.get(name)
+        self._rate.used(len(data))
+        self._counts["bytes_read"] += len(data)
+        return data
+
+    def _failed(self, kept: _Stage, error: Exception) -> None:
+        kept.pause_s = min(PAUSE_MAX_S, max(PAUSE_FIRST_S, 2 * kept.pause_s))
+        kept.resume_s = self._clock() + kept.pause_s
+        kept.problem = f"backups of stage '{kept.stage}' wait for the checkpoint store: {error}"
+        self._counts["store_errors"] += 1
+
+    def _note(self) -> None:
+        """What tasks see of a step. Under the lock."""
+        stages = list(self._stages.values())
+        self._held = {kept.stage: (kept.checkpoint, kept.backups.current(kept.checkpoint)) for kept in stages}
+        problems = [
+            self._fault,
+            self._spill_problem,
+            *(p for kept in stages for p in (kept.backups.problem, kept.problem)),
+        ]
+        self._problem = next((problem for problem in problems if problem), None)
+        self._due_s = min((due for kept in stages for due in self._dues(kept)), default=None)
+        self._stats = {
+            **self._counts,
+            "bytes_memory": sum(kept.backups.nbytes for kept in stages),
+            "bytes_spilled": sum(kept.backups.bytes_spilled for kept in stages),
+            "slices_held": sum(len(held) for _, held in self._held.values()),
+            "slices_wanted": sum(len(kept.backups.wanted) for kept in stages),
+            "ignored": sum(kept.backups.ignored for kept in stages),
+        }
+
+    def _dues(self, kept: _Stage) -> Iterable[float]:
+        """When there will be something to do for a stage, other than what is told."""
+        if kept.missing:
+            yield max(kept.resume_s, min(kept.missing.values()) + PATIENCE_S)
+        if self._work(kept, float("-inf")):
+            yield kept.resume_s
+
+
+# ---- inner parts ---------------------------------------------------------------------------------------------------
+
+
+class _Told:
+    """What a stage's tasks said and the next step will take in."""
+
+    def __init__(self, key: tuple[str, ...], slices_total: int) -> None:
+        self.key = key
+        self.slices_total = slices_total
+        self.want: frozenset[int] = frozenset()
+        self.checkpoint = -1
+        self.commits: list[Commit] = []
+        self.pieces: list[bytes] = []
+        self.news = False
+        self._seen: dict[int, None] = {}
+
+    def take_in(self, want: frozenset[int], checkpoint: int, commits: Sequence[Commit]) -> None:
+        fresh = [commit for commit in commits if commit.epoch not in self._seen]
+        if want == self.want and checkpoint <= self.checkpoint and not fresh:
+            return
+        self.want = want
+        self.checkpoint = max(checkpoint, self.checkpoint)
+        self.commits.extend(fresh)
+        self._seen.update((commit.epoch, None) for commit in fresh)
+        for epoch in sorted(self._seen)[:-_SEEN_MAX]:
+            del self._seen[epoch]
+        self.news = True
+
+    def hand_over(self) -> tuple[frozenset[int], int, list[Commit], list[bytes]]:
+        commits, self.commits = sorted(self.commits, key=lambda commit: commit.epoch), []
+        pieces, self.pieces = self.pieces, []
+        self.news = False
+        return self.want, self.checkpoint, commits, pieces
+
+
+@dataclass
+class _Stage:
+    stage: str
+    backups: Backups
+    checkpoint: int = -1
+    missing: dict[str, float] = field(default_factory=dict)
+    """File that a commit names and that is not here -> since when."""
+    seeding: _Seed | None = None
+    problem: str | None = None
+    pause_s: float = 0.0
+    resume_s: float = 0.0
+
+    def went_well(self) -> None:
+        self.problem = None
+        self.pause_s = self.resume_s = 0.0
+
+
+@dataclass
+class _Seed:
+    """Slices on their way from the durable checkpoint. Each file is read once for all of them."""
+
+    checkpoint: int
+    slices: set[int]
+    files: list[DeltaFile]
+    """Yet to be read, in order."""
+    parts: dict[int, pl.DataFrame] = field(default_factory=dict)
+
+    def add(self, file: DeltaFile, rows_of: Callable[[int], pl.DataFrame], key: Sequence[str]) -> None:
+        assert self.files[0] is file
+        for number in self.slices.intersection(file.slices):
+            rows = rows_of(number)
+            if rows.height:
+                merged = merge_two(self.parts.get(number), rows, key, drop_deleted=True)
+                self.parts[number] = owned(merged)
+        self.files.pop(0)
+
+    def finished(self) -> list[int]:
+        """Slices that no file to come counts for. They leave."""
+        waiting = {number for file in self.files for number in file.slices}
+        done = sorted(self.slices - waiting)
+        self.slices.difference_update(done)
+        return done
+
+    def parts_of(self, number: int) -> list[pl.DataFrame]:
+        part = self.parts.pop(number, None)
+        return [] if part is None else [part]
+
+    def only(self, want: Collection[int]) -> None:
+        """Slices that are no longer wanted are left out, and files of theirs alone are not read."""
+        self.slices.intersection_update(want)
+        for number in [number for number in self.parts if number not in self.slices]:
+            del self.parts[number]
+        self.files = [file for file in self.files if self.slices.intersection(file.slices)]
+
+    def limit(self, bytes_max: int) -> None:
+        """What is half read must fit into memory: the last slices are put off to a seed of their own."""
+        sizes = {number: int(frame.estimated_size()) for number, frame in self.parts.items()}
+        total = sum(sizes.values())
+        for number in sorted(sizes, reverse=True)[:-1]:
+            if total <= bytes_max:
+                return
+            total -= sizes[number]
+            self.only(self.slices - {number})
+
+
+class _Rate:
+    """So many bytes in a second, and after a rest a little more at once."""
+
+    def __init__(self, bytes_s: float, clock: Callable[[], float]) -> None:
+        self._bytes_s = bytes_s
+        self._clock = clock
+        self._free_s = float("-inf")
+        """From when on the next byte may be read."""
+
+    def used(self, count: int) -> None:
+        if self._bytes_s > 0:
+            self._free_s = max(self._free_s, self._clock() - BURST_S) + count / self._bytes_s
+
+    def pause_s(self) -> float:
+        return max(0.0, self._free_s - self._clock()) if self._bytes_s > 0 else 0.0
+
+
+__all__ = ["Keeper"]

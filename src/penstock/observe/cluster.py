@@ -1,0 +1,59 @@
+"""Where a job's slices are, where they are going, and how many have their backups: for the status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.control.controller import Controller
+
+
+def nodes(controller: Controller) -> tuple[dict[str, Any], ...]:
+    routing = controller.routing
+    suspects = {c for _, c in list(controller.suspects)}
+    out = []
+    for node in list(controller.nodes.values()):
+        containers = sorted(c for c, home in routing.homes.items() if home == node.name)
+        state = "leaving" if node.name in controller.leaving else "suspect" if suspects & set(containers) else "up"
+        out.append(
+            {
+                "name": node.name,
+                "host": node.host,
+                "zone": node.zone,
+                "cores": node.cores,
+                "containers": containers,
+                "slices": sum(c in containers for owners in routing.owners.values() for c in owners),
+                "state": state,
+            }
+        )
+    return tuple(out)
+
+
+def moves(controller: Controller, now: float) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        {
+            "stage": m.stage,
+            "slice": m.slice,
+            "source": m.source,
+            "target": m.target,
+            "phase": m.phase,
+            "since_s": round(now - m.since, 3),
+            "cause": m.cause,
+        }
+        for m in list(controller.migration.moves.values())
+    )
+
+
+def backups(controller: Controller) -> dict[str, Any]:
+    """How many slices have all the backups that they should have, current at the last checkpoint."""
+    holders = controller.routing.holders
+    if not holders:
+        return {}
+    current = 0
+    for stage, slices in holders.items():
+        held = controller.holding(stage, range(controller.routing.instances[stage]))
+        current += sum(bool(wanted) and set(wanted) <= set(held.get(s, ())) for s, wanted in enumerate(slices))
+    total = sum(len(slices) for slices in holders.values())
+    return {"r": controller.settings.backups, "slices_current": current, "slices_total": total}
+
+
+__all__ = ["backups", "moves", "nodes"]

@@ -1,0 +1,262 @@
+"""Events, commands and the controller's own state as JSON, and back to equal objects.
+
+Nothing here knows which events there are: any dataclass, msgspec struct or plain object of this package is written as
+the name of its class and its fields, so that an event added tomorrow is in the journal without a line of code here.
+JSON has fewer types than Python; what it lacks carries a mark:
+
+    {"!": "StageDone", "now": 1.5, ...}      an object; fields that have their default are left out
+    {"()": [1, 2]}                           a tuple (also "set", "frozenset", "deque", "bytes" in base64)
+    {"{}": [[1, "a"], [2, "b"]]}             a dictionary whose keys are not all texts
+    {"left out": 5120}                       a payload that control passes on unseen: only its size is kept
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import importlib
+import json
+import numbers
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+PACKAGE = "penstock."
+EVENTS = "control.events."
+"""Classes of this module go by their bare names."""
+MARK = "!"
+PLAIN = "~"
+"""An object that is no dataclass: its attributes are under this key."""
+_MARKS = frozenset({"()", "{}", "set", "frozenset", "deque", "bytes", "left out", "enum"})
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+_MISSING = object()
+
+PAYLOADS = {
+    "TaskReport": {"tables": 1, "parts": 1},
+    "PublishEpoch": {"tables": 2, "parts": 2},
+}
+"""class -> field -> how many containers (sink -> list of ...) stand around each payload."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """In place of a payload: how large it was."""
+
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """An object of a class that this version does not have, or not with these fields."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+# -- to JSON ---------------------------------------------------------------------------------------------------------
+
+
+def to_json(value: Any) -> Any:
+    """``value`` in lists, dictionaries with texts as keys, and scalars. TypeError for what cannot be written."""
+    kind = value.__class__
+    if kind in _SCALARS:
+        return value
+    if kind is list:
+        return [to_json(v) for v in value]
+    if kind is tuple:
+        return {"()": [to_json(v) for v in value]}
+    if kind is dict:
+        return _mapping(value)
+    fields = _fields(kind)
+    if fields is not None:
+        return _object(value, kind, fields)
+    return _rarer(value)
+
+
+def _mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
+    plain = all(k.__class__ is str for k in value) and MARK not in value
+    if plain and not (len(value) == 1 and next(iter(value)) in _MARKS):
+        return {k: to_json(v) for k, v in value.items()}
+    return {"{}": [[to_json(k), to_json(v)] for k, v in value.items()]}
+
+
+def _object(value: Any, kind: type, fields: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    out: dict[str, Any] = {MARK: _name(kind)}
+    payloads = PAYLOADS.get(kind.__name__, {})
+    for name, default in fields:
+        found = getattr(value, name)
+        if name in payloads:
+            found = sizes(found, payloads[name])
+        if found.__class__ is default.__class__ and found == default:
+            continue
+        out[name] = to_json(found)
+    return out
+
+
+def _rarer(value: Any) -> Any:
+    if isinstance(value, LeftOut):
+        return {"left out": value.size}
+    if isinstance(value, Unknown):
+        return {MARK: value.name, **value.fields}
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, set | frozenset):
+        mark = "set" if isinstance(value, set) else "frozenset"
+        return {mark: sorted((to_json(v) for v in value), key=json.dumps)}
+    if isinstance(value, deque):
+        return {"deque": [to_json(v) for v in value]}
+    if isinstance(value, Enum):
+        return {"enum": [_name(value.__class__), value.name]}
+    if isinstance(value, Mapping):
+        return _mapping(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if is_plain(value):
+        return {MARK: _name(value.__class__), PLAIN: {k: to_json(v) for k, v in vars(value).items()}}
+    raise TypeError(f"the journal cannot write a {type(value).__name__}")
+
+
+def is_plain(value: Any) -> bool:
+    """An object of ours with attributes that is neither a dataclass nor a struct."""
+    kind: Any = type(value)
+    ours = f"{kind.__module__}.".startswith(PACKAGE)
+    return ours and hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value)
+
+
+def sizes(value: Any, depth: int) -> Any:
+    """The payloads inside ``depth`` containers, each replaced by its size."""
+    if depth and isinstance(value, Mapping):
+        return {k: sizes(v, depth - 1) for k, v in value.items()}
+    if depth and isinstance(value, list | tuple):
+        return [sizes(v, depth - 1) for v in value]
+    if isinstance(value, LeftOut):
+        return value
+    if isinstance(value, bytes | str):
+        return LeftOut(len(value))
+    return LeftOut(len(json.dumps(value, default=repr)))
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[tuple[str, Any], ...] | None:
+    """Names and defaults of the fields of a dataclass or struct, else None."""
+    if kind in (LeftOut, Unknown):
+        return None
+    if dataclasses.is_dataclass(kind):
+        return tuple((f.name, _default(f, dataclasses.MISSING)) for f in dataclasses.fields(kind) if f.init)
+    if issubclass(kind, msgspec.Struct):
+        return tuple((f.name, _default(f, msgspec.NODEFAULT)) for f in msgspec.structs.fields(kind))
+    return None
+
+
+def _default(field: Any, missing: Any) -> Any:
+    if field.default is not missing:
+        return field.default
+    return field.default_factory() if field.default_factory is not missing else _MISSING
+
+
+@functools.cache
+def _name(kind: type) -> str:
+    full = f"{kind.__module__}.{kind.__qualname__}"
+    if not full.startswith(PACKAGE):
+        raise TypeError(f"the journal cannot write a {full}")
+    return full.removeprefix(PACKAGE).removeprefix(EVENTS)
+
+
+# -- from JSON -------------------------------------------------------------------------------------------------------
+
+
+def from_json(value: Any) -> Any:
+    """The object that ``to_json`` made this of, payloads aside."""
+    kind = value.__class__
+    if kind in _SCALARS:
+        return value
+    if kind is list:
+        return [from_json(v) for v in value]
+    if MARK in value:
+        return _made(value)
+    if len(value) == 1:
+        ((mark, inner),) = value.items()
+        if mark in _MARKS:
+            return _UNMARKED[mark](inner)
+    return {k: from_json(v) for k, v in value.items()}
+
+
+def _made(value: dict[str, Any]) -> Any:
+    name = value[MARK]
+    fields = {k: from_json(v) for k, v in value.items() if k != MARK}
+    kind = _class(name)
+    if kind is None:
+        return Unknown(name, fields)
+    if PLAIN in fields:
+        made = object.__new__(kind)
+        made.__dict__.update(fields[PLAIN])
+        return made
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError):
+        return Unknown(name, fields)
+
+
+@functools.cache
+def _class(name: str) -> Any:
+    """The class of ours with this name; None if there is none."""
+    module, _, short = (name if "." in name else EVENTS + name).rpartition(".")
+    try:
+        found = getattr(importlib.import_module(PACKAGE + module), short, None)
+    except ImportError:
+        return None
+    return found if isinstance(found, type) else None
+
+
+def _enum(inner: list[str]) -> Any:
+    kind = _class(inner[0])
+    return kind[inner[1]] if kind is not None else Unknown(inner[0], {"name": inner[1]})
+
+
+_UNMARKED: dict[str, Callable[[Any], Any]] = {
+    "()": lambda inner: tuple(from_json(v) for v in inner),
+    "{}": lambda inner: {from_json(k): from_json(v) for k, v in inner},
+    "set": lambda inner: {from_json(v) for v in inner},
+    "frozenset": lambda inner: frozenset(from_json(v) for v in inner),
+    "deque": lambda inner: deque(from_json(v) for v in inner),
+    "bytes": base64.b64decode,
+    "left out": LeftOut,
+    "enum": _enum,
+}
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def settled(value: Any) -> Any:
+    """A copy that later steps of the controller cannot change. What is frozen, and reports of tasks, are values."""
+    kind = value.__class__
+    if kind in _SCALARS:
+        return value
+    if kind is dict:
+        return {k: settled(v) for k, v in value.items()}
+    if kind in (list, tuple, set, frozenset, deque):
+        return kind(settled(v) for v in value)
+    if dataclasses.is_dataclass(kind):
+        return value if vars(kind)["__dataclass_params__"].frozen else _copied(value)
+    return _copied(value) if is_plain(value) and not isinstance(value, msgspec.Struct | Enum) else value
+
+
+def _copied(value: Any) -> Any:
+    made = object.__new__(type(value))
+    made.__dict__.update({k: settled(v) for k, v in vars(value).items()})
+    return made
+
+
+__all__ = ["LeftOut", "Unknown", "from_json", "settled", "sizes", "to_json"]

@@ -1,0 +1,131 @@
+"""A job's status as a page of plain text: what ``penstock status JOB`` prints once and leaves.
+
+The live view draws and redraws; this is for a glance, a log or a bug report. Pure functions of a ``JobStatus``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.observe.live import checkpoint_age_s, duration_text, short, size_text
+from penstock.observe.status import JobStatus
+
+MOVES_SHOWN = 20
+
+
+def status_lines(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
+    """``about``: job_id, pid, host and checkpoint, as far as they are known."""
+    lines = [f"{status.job}  {status.phase}", *_facts(status, about), "", *_stages(status)]
+    if status.nodes:
+        lines += ["", *_nodes(status)]
+    if status.moves:
+        lines += ["", *_moves(status)]
+    if status.error:
+        lines += ["", f"error: {status.error}"]
+    return lines
+
+
+def _facts(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
+    facts = [
+        ("job", f"id {about.get('job_id') or 'not known yet'}, process {about.get('pid')} on {about.get('host')}"),
+        ("flow", f"{status.flow} on {status.engine or '-'}, up {duration_text(status.uptime_s)}"),
+        ("epoch", f"{status.epoch}, {status.epochs_in_flight} in flight, {status.epoch_ms:.0f} ms each"),
+        ("rate", f"{short(status.rows_s)} rows/s, {short(status.rows)} rows in all"),
+        ("latency", f"p50 {status.latency_ms_p50:.0f} ms, p99 {status.latency_ms_p99:.0f} ms"),
+        ("checkpoint", _checkpoint(status, about)),
+        ("state", f"{short(status.state_rows)} rows, {size_text(status.state_bytes)} in {status.slices} slices"),
+    ]
+    if status.backups:
+        b = status.backups
+        facts.append(
+            ("backups", f"{b.get('r')} a slice, {b.get('slices_current')} of {b.get('slices_total')} slices current")
+        )
+    if status.policy:
+        facts.append(("policy", status.policy))
+    if status.watermark:
+        facts.append(("watermark", status.watermark))
+    counts = {"dead letters": status.dead_letters, "late": status.late, "recoveries": status.recoveries}
+    if any(counts.values()):
+        facts.append(("trouble", ", ".join(f"{name} {count}" for name, count in counts.items() if count)))
+    stragglers = [str(node.get("name")) for node in status.nodes if node.get("state") == "suspect"]
+    if stragglers:
+        facts.append(("stragglers", ", ".join(stragglers)))
+    return [f"  {name:<10}  {value}" for name, value in facts]
+
+
+def _checkpoint(status: JobStatus, about: Mapping[str, Any]) -> str:
+    where = f" in {about['checkpoint']}" if about.get("checkpoint") else ""
+    if not status.checkpoint_epoch:
+        return f"none yet{where}"
+    age = checkpoint_age_s(status)
+    return f"epoch {status.checkpoint_epoch}" + (f", {age:.1f} s old" if age is not None else "") + where
+
+
+def _stages(status: JobStatus) -> list[str]:
+    rows = [
+        (
+            stage.id,
+            str(stage.instances),
+            short(stage.rows_in_s),
+            short(stage.rows_out_s),
+            f"{stage.busy:.0%}",
+            str(stage.queue),
+            short(stage.state_rows) if stage.state_rows else "-",
+        )
+        for stage in status.operators
+    ]
+    return columns(("stage", "instances", "in/s", "out/s", "busy", "queue", "state rows"), rows)
+
+
+def _nodes(status: JobStatus) -> list[str]:
+    rows = [
+        (
+            str(node.get("name")),
+            str(node.get("host") or "-"),
+            str(node.get("zone") or "-"),
+            str(node.get("cores", "-")),
+            _listed(node.get("containers")),
+            _listed(node.get("slices")),
+            str(node.get("state", "up")),
+        )
+        for node in status.nodes
+    ]
+    return columns(("node", "host", "zone", "cores", "containers", "slices", "state"), rows)
+
+
+def _moves(status: JobStatus) -> list[str]:
+    rows = [
+        (
+            f"{move.get('stage')}/{move.get('slice')}",
+            f"{move.get('source')} -> {move.get('target')}",
+            str(move.get("phase", "-")),
+            f"{float(move.get('since_s') or 0.0):.1f} s",
+            str(move.get("cause") or "-"),
+        )
+        for move in status.moves[:MOVES_SHOWN]
+    ]
+    lines = columns(("move", "containers", "phase", "for", "cause"), rows)
+    if len(status.moves) > MOVES_SHOWN:
+        lines.append(f"  ... and {len(status.moves) - MOVES_SHOWN} more")
+    return lines
+
+
+def _listed(value: Any) -> str:
+    """A count as it is, numbers as ranges: [0, 1, 2, 5] -> 0-2,5."""
+    if not isinstance(value, list | tuple):
+        return "-" if value is None else str(value)
+    parts: list[list[int]] = []
+    for number in sorted(value):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "-"
+
+
+def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Columns of text, two spaces apart."""
+    table = [tuple(head), *(tuple(row) for row in rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]

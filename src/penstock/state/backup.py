@@ -1,0 +1,652 @@
+"""What a holder keeps of its peers' slices: the backups of one stage in one process.
+
+A backup is a cache of committed state. Each slice has a *version*, the checkpoint it stands at; a slice that stands
+exactly at the checkpoint asked for is *current* and is handed out, any other is not: then the durable store restores,
+and never a wrong answer is given.
+
+**How a slice comes forward.** A writer cuts each delta file by holder (:func:`cut`); the pieces arrive in any order,
+perhaps twice, perhaps never, perhaps of an attempt that was given up. They are kept as they came, unread. A
+:class:`Commit` says which files a checkpoint added and for which slices. It moves every slice that stands at the
+checkpoint before it, once all rows it needs are here: exactness hangs on names of files alone, which no two attempts
+share. A file that never came is named to the caller, who reads it from the durable store (:meth:`Backups.supply`).
+
+**What it costs.** A delta stays as it arrived, one frame for all slices in it (:class:`_Run`), until a slice has too
+many of them; then the newest are merged, reaching back while the next older is no larger. Once the deltas of a slice
+come to half of its base they are merged into it, and tombstones go. So a row is rewritten O(log) times, and merging a
+delta into a large backup costs a few times the delta, on average. Slices with the same deltas, as most have, are merged
+in one go: hundreds of small frames would cost hundreds of small operations. A frame whose slices have mostly been
+merged elsewhere is copied down to the rest: parts share buffers, and one row must not keep a million alive.
+
+**Memory.** Over ``memory_max`` the largest slices go to a :class:`Spill`, merged, with a header that says whose they
+are; later deltas stay in memory on top until they, too, are large. A spill that fails costs the backup, not the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from penstock.errors import PenstockError
+from penstock.state.checkpoint import merge_frames
+from penstock.state.codec import decode, decode_header, encode, select_slices, sort_by_slice
+from penstock.state.table import DELETED, HASH, _detached
+
+DELTAS_MAX: Final = 4
+"""Deltas a slice may have before its newest are merged."""
+BASE_RATIO: Final = 0.5
+"""Deltas that reach this part of their base are merged into it: a backup takes up to half as much again as the state."""
+COMMITS_KEPT: Final = 16
+"""Commits remembered for slices that are behind. Who is further behind is seeded again."""
+SMALL_BYTES: Final = 64 * 1024
+"""Deltas below this do not yet count as having outgrown their base: a merge has a fixed price, too."""
+SHED_TO: Final = 0.875
+"""Over the limit, so much of it is kept in memory: or each delta would spill something."""
+
+
+class Commit(msgspec.Struct):
+    """One completed checkpoint, for one stage."""
+
+    before: int
+    """The checkpoint before it."""
+    epoch: int
+    files: dict[str, list[int]]
+    """The delta files it added, in order -> the slices each was written for. A slice in none of them did not change.
+    It is best to list only slices that have rows in the file: a holder that has no piece of a listed file reads it."""
+
+
+class Spill(Protocol):
+    """A place for what does not fit into memory: names with whole values, gone with the process. Raises OSError."""
+
+    def put(self, name: str, data: bytes) -> None: ...
+
+    def get(self, name: str) -> bytes: ...
+
+    def delete(self, name: str) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+def cut(
+    data: bytes | tuple[Mapping[str, Any], pl.DataFrame], name: str, holders: Sequence[Sequence[int]], attempt: int
+) -> dict[int, bytes]:
+    """The pieces of a delta file for each container that holds backups of some of its slices. ``data``: the file, or
+    its header and rows (in any order, if the header has no ``slices``); ``holders``: of each slice, the containers.
+    A container with no rows to get has no piece."""
+    meta, frame = decode(data, name) if isinstance(data, bytes) else data
+    total = len(holders)
+    if "slices" in meta:
+        assert meta["slices_total"] == total, f"{name} has {meta['slices_total']} slices, the routing table {total}"
+    else:
+        frame, index = sort_by_slice(frame, total)
+        meta = {**meta, "slices": {str(number): place for number, place in index.items()}}
+    changed = sorted(int(number) for number in meta["slices"])
+    shares: dict[int, list[int]] = {}
+    for number in changed:
+        for container in holders[number]:
+            shares.setdefault(container, []).append(number)
+    names = ("job", "stage", "kind", "epoch_from", "epoch_to")
+    header = {**{n: meta[n] for n in names}, "name": name, "attempt": attempt, "changed": _bitmap(changed)}
+    # Holders of the same slices (there are few different sets) get the same bytes.
+    made: dict[tuple[int, ...], bytes] = {}
+    pieces = {}
+    for container, numbers in shares.items():
+        share = tuple(numbers)
+        if share not in made:
+            made[share] = encode(header, select_slices(meta, frame, share), slices_total=total)
+        pieces[container] = made[share]
+    return pieces
+
+
+class Backups:
+    """Backups of one stage in one process. Not thread-safe; no I/O but through ``spill``."""
+
+    def __init__(
+        self, job: str, stage: str, key: Sequence[str], slices_total: int, memory_max: int, spill: Spill | None
+    ) -> None:
+        self.job = job
+        self.stage = stage
+        self.key = list(key)
+        self.slices_total = slices_total
+        self.memory_max = memory_max
+        self.spill = spill
+        self.ignored = 0
+        """Pieces that were not ours or could not be read."""
+        self.problem: str | None = None
+        """Why backups were given up, in words; None while all is well."""
+        self.pinned: int | None = None
+        """While slices are being seeded at this checkpoint, all commits after it are kept."""
+        self._wanted: frozenset[int] = frozenset()
+        self._held: dict[int, _Slice] = {}
+        self._pieces: dict[str, list[_Piece]] = {}
+        self._open: dict[str, _File] = {}
+        self._commits: dict[int, _Known] = {}
+        self._newest = -1
+        self._given_up: set[int] = set()
+
+    # ---- what is held ----------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held: frames and pieces."""
+        return self._frame_bytes() + self._piece_bytes()
+
+    @property
+    def bytes_spilled(self) -> int:
+        return sum(held.disk.size for held in self._held.values() if held.disk is not None)
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        return self._wanted
+
+    def want(self, slices: frozenset[int]) -> None:
+        """What to hold from now on; others are dropped."""
+        if slices == self._wanted:
+            return
+        self._wanted = frozenset(slices)
+        self._given_up.clear()  # there may be room now
+        self.problem = None
+        for number in [n for n in self._held if n not in self._wanted]:
+            self._drop(number)
+        self._tidy()
+
+    def to_seed(self, checkpoint: int) -> frozenset[int]:
+        """Wanted slices that no known commits will bring to ``checkpoint``."""
+        reaches: dict[int, bool] = {}
+        out = set()
+        for number in self._wanted - self._given_up:
+            held = self._held.get(number)
+            if held is None:
+                out.add(number)
+                continue
+            if held.version not in reaches:
+                reaches[held.version] = self._reaches(held.version, checkpoint)
+            if not reaches[held.version]:
+                out.add(number)
+        return frozenset(out)
+
+    def current(self, checkpoint: int) -> frozenset[int]:
+        return frozenset(number for number, held in self._held.items() if held.version == checkpoint)
+
+    def take(self, slices: Collection[int], checkpoint: int) -> dict[int, list[pl.DataFrame]]:
+        """Of each slice that is current at ``checkpoint``, its frames in order: later rows win, tombstones included."""
+        out = {}
+        for number in slices:
+            held = self._held.get(number)
+            if held is None or held.version != checkpoint:
+                continue
+            base = self._base(number)
+            if number not in self._held:
+                continue
+            frames = [] if base is None else [base]
+            out[number] = frames + [run.part(number) for run in held.deltas]
+        return out
+
+    # ---- what comes in ---------------------------------------------------------------------------------------------
+
+    def offer(self, piece: bytes) -> bool:
+        """A piece that arrived. False: it is not ours, or damaged, and was ignored."""
+        try:
+            meta = decode_header(piece, "a piece of a delta")
+            ours = meta["job"] == self.job and meta["stage"] == self.stage and meta["kind"] == "delta"
+            ours = ours and meta["slices_total"] == self.slices_total
+            arrived = _Piece(
+                piece, int(meta["epoch_to"]), frozenset(map(int, meta["slices"])), _from_bitmap(meta["changed"])
+            )
+            name = meta["name"]
+        except (PenstockError, KeyError, TypeError, ValueError, AttributeError):
+            ours = False
+        if not ours:
+            self.ignored += 1
+            return False
+        before = self._pieces.get(name, [])
+        if any(arrived.slices <= one.slices for one in before) or not self._useful(name, arrived):
+            return True  # we have it, or have no use for it (any more)
+        if 2 * (self._piece_bytes() + len(piece)) > self.memory_max:
+            return True  # a checkpoint that is never completed must not fill the memory; this file will be read again
+        self._pieces[name] = [*before, arrived]
+        return True
+
+    def commit(self, commit: Commit) -> list[str]:
+        """A checkpoint is complete: slices that stand at the one before it come forward. Returns the names of files
+        that are missing for some: ``supply`` them and call again, or ``advance``."""
+        assert commit.before < commit.epoch, f"a checkpoint at {commit.epoch} after {commit.before}"
+        self._commits[commit.before] = _Known(commit)
+        self._newest = max(self._newest, commit.epoch)
+        return self.advance()
+
+    def supply(self, name: str, meta: Mapping[str, Any], frame: pl.DataFrame) -> None:
+        """A whole delta file, read from the durable store."""
+        assert meta["slices_total"] == self.slices_total
+        index = {int(number): place for number, place in meta["slices"].items()}
+        file = self._open.setdefault(name, _File())
+        mine = {n: (p[0], p[1]) for n, p in index.items() if n in self._wanted and n not in file.runs}
+        file.add(_Run.of(frame, mine))
+        file.changed = frozenset(index)
+
+    def seed(self, slice: int, epoch: int, frames: Sequence[pl.DataFrame]) -> None:
+        """A slice as the durable checkpoint at ``epoch`` has it. ``advance`` then brings it on."""
+        if slice not in self._wanted:
+            return
+        self._drop(slice)
+        held = _Slice(epoch)
+        base: pl.DataFrame | None = None
+        for frame in frames:
+            base = merge_two(base, frame, self.key, drop_deleted=True)
+        if base is not None and base.height:
+            held.set_base(owned(base))
+        self._held[slice] = held
+        self._shed()
+
+    def advance(self) -> list[str]:
+        """Bring every slice as far as the known commits and the files at hand allow; the files that are missing."""
+        missing: dict[str, None] = {}
+        moved = []
+        for number, held in self._held.items():
+            start = held.version
+            while (known := self._commits.get(held.version)) is not None:
+                runs, lacking = self._rows_for(number, known)
+                if lacking:
+                    missing.update(dict.fromkeys(lacking))
+                    break
+                held.deltas.extend(runs)
+                held.version = known.epoch
+            if held.version != start and held.deltas:
+                moved.append(number)
+        self._settle(moved)
+        self._tidy()
+        self._shed()
+        return list(missing)
+
+    def lose(self, name: str) -> None:
+        """A file can no longer be had (it was merged with others and removed): slices that wait for it are dropped,
+        to be seeded again."""
+        for number, held in list(self._held.items()):
+            known = self._commits.get(held.version)
+            if known is not None and name in self._rows_for(number, known)[1]:
+                self._drop(number)
+
+    # ---- coming forward --------------------------------------------------------------------------------------------
+
+    def _rows_for(self, number: int, known: _Known) -> tuple[list[_Run], list[str]]:
+        """The runs that a commit adds to a slice, and the names of files that are not here."""
+        runs: list[_Run] = []
+        lacking: list[str] = []
+        for name in known.by_slice.get(number, ()):
+            file = self._opened(name)
+            if number in file.runs:
+                runs.append(file.runs[number])
+            elif file.changed is None or number in file.changed:
+                lacking.append(name)
+        return runs, lacking
+
+    def _opened(self, name: str) -> _File:
+        """What we have of a file, its pieces decoded: when its checkpoint is complete, and only then."""
+        file = self._open.get(name, _File())
+        for piece in self._pieces.pop(name, ()):
+            try:
+                meta, frame = decode(piece.data, name)
+                places = {int(number): (place[0], place[1]) for number, place in meta["slices"].items()}
+            except (PenstockError, KeyError, TypeError, ValueError):
+                self.ignored += 1
+                continue
+            mine = {n: p for n, p in places.items() if n in self._wanted and n not in file.runs}
+            file.add(_Run.of(frame, mine))
+            file.changed = piece.changed
+            self._open[name] = file
+        return file
+
+    def _reaches(self, version: int, checkpoint: int) -> bool:
+        while version < checkpoint:
+            known = self._commits.get(version)
+            if known is None:
+                return False
+            version = known.epoch
+        return True
+
+    def _useful(self, name: str, piece: _Piece) -> bool:
+        """Whether a wanted slice may still need it."""
+        if not any(number in self._wanted and self._version(number) < piece.epoch for number in piece.slices):
+            return False
+        return piece.epoch > self._newest or any(name in known.names for known in self._commits.values())
+
+    def _version(self, number: int) -> int:
+        held = self._held.get(number)
+        return -1 if held is None else held.version
+
+    def _tidy(self) -> None:
+        """Forget commits that nobody can need, pieces of checkpoints that never were, and files that have served."""
+        pinned = self._newest if self.pinned is None else self.pinned
+        for before in sorted(self._commits)[:-COMMITS_KEPT]:
+            if before < pinned:
+                del self._commits[before]
+        for name, pieces in list(self._pieces.items()):
+            left = [piece for piece in pieces if self._useful(name, piece)]
+            if left:
+                self._pieces[name] = left
+            else:
+                del self._pieces[name]
+        epochs = {name: known.epoch for known in self._commits.values() for name in known.names}
+        for name, file in list(self._open.items()):
+            epoch = epochs.get(name, -1)
+            for number in [n for n in file.runs if n not in self._wanted or self._version(n) >= epoch]:
+                run = file.runs.pop(number)
+                held = self._held.get(number)
+                if held is None or run not in held.deltas:
+                    run.release([number])
+            if all(n not in self._wanted or self._version(n) >= epoch for n in file.changed or ()):
+                del self._open[name]
+
+    # ---- merging ---------------------------------------------------------------------------------------------------
+
+    def _settle(self, numbers: Sequence[int]) -> None:
+        """Merge what is due in some slices, so that chains stay short and the cost of it in proportion. Slices with the
+        same deltas go together, and stay together."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number in numbers:
+            groups.setdefault(tuple(id(run) for run in self._held[number].deltas), []).append(number)
+        for group in groups.values():
+            runs = self._held[group[0]].deltas
+            sizes = [sum(run.share(number) for number in group) for run in runs]
+            base = sum(self._held[number].base_bytes for number in group)
+            if sum(sizes) >= max(BASE_RATIO * base, SMALL_BYTES * len(group)):
+                self._merge_all(group)
+            elif len(sizes) > DELTAS_MAX:
+                self._merge_all([number for number in group if not self._held[number].base_bytes])
+                self._merge_newest(
+                    [number for number in group if number in self._held and self._held[number].deltas], sizes
+                )
+
+    def _merge_all(self, numbers: Sequence[int]) -> None:
+        """Deltas into bases, of slices that have the same deltas."""
+        if not numbers:
+            return
+        runs = list(self._held[numbers[0]].deltas)
+        disks = []
+        for number in numbers:
+            held = self._held[number]
+            base = self._base(number)
+            if number not in self._held:
+                continue
+            newer = merge_frames([run.part(number) for run in runs], self.key, drop_deleted=False)
+            merged = owned(merge_two(base, newer, self.key, drop_deleted=True))
+            # First the slice is whole again, then the old is let go of: an error there must not leave half a slice.
+            if held.disk is not None:
+                disks.append(held.disk)
+            held.deltas, held.disk = [], None
+            held.set_base(merged if merged.height else None)
+        self._release(numbers, runs, disks)
+
+    def _merge_newest(self, numbers: Sequence[int], sizes: Sequence[int]) -> None:
+        """The newest deltas into one, of slices that have the same deltas."""
+        if not numbers:
+            return
+        count, merged = 2, sum(sizes[-2:])
+        while count < len(sizes) and sizes[-count - 1] <= merged:
+            merged += sizes[-count - 1]
+            count += 1
+        runs = self._held[numbers[0]].deltas[-count:]
+        newer = merge_frames([run.parts(numbers) for run in runs], self.key, drop_deleted=False)
+        newer, index = sort_by_slice(newer, self.slices_total)
+        run = _Run.of(owned(newer), {number: (place[0], place[1]) for number, place in index.items()})
+        for number in numbers:
+            held = self._held[number]
+            held.deltas = [*held.deltas[:-count], run]
+        self._release(numbers, runs, [])
+
+    def _release(self, numbers: Collection[int], runs: Iterable[_Run], disks: Iterable[_OnDisk]) -> None:
+        """Slices no longer need these."""
+        for run in runs:
+            for file in self._open.values():
+                for number in numbers:
+                    if file.runs.get(number) is run:
+                        del file.runs[number]
+            run.release(numbers)
+        for disk in disks:
+            assert self.spill is not None
+            try:
+                self.spill.delete(disk.name)
+            except OSError as error:
+                self.problem = f"a file of a backup of stage '{self.stage}' cannot be removed: {error}"
+
+    # ---- memory and disk -------------------------------------------------------------------------------------------
+
+    def _frame_bytes(self) -> int:
+        runs = {id(run): run.nbytes for held in self._held.values() for run in held.deltas}
+        runs |= {id(run): run.nbytes for file in self._open.values() for run in file.runs.values()}
+        in_memory = sum(held.base_bytes for held in self._held.values() if held.disk is None)
+        return in_memory + sum(runs.values())
+
+    def _piece_bytes(self) -> int:
+        return sum(len(piece.data) for pieces in self._pieces.values() for piece in pieces)
+
+    def _shed(self) -> None:
+        """Spill the largest slices until the rest fits."""
+        if self.nbytes <= self.memory_max:
+            return
+        limit = int(self.memory_max * SHED_TO)
+        left = self.nbytes
+        sizes = {number: held.memory(number) for number, held in self._held.items()}
+        for number in sorted(sizes, key=lambda n: (-sizes[n], n)):
+            if left <= limit:
+                left = self.nbytes  # it was an estimate: frames are shared
+            if left <= limit or not sizes[number]:
+                break
+            self._spill(number)
+            left -= sizes[number]
+        if self.nbytes > self.memory_max:
+            self._shed_waiting()
+
+    def _shed_waiting(self) -> None:
+        """What is left are files that wait for others. Read again they would be as large: their slices are given up."""
+        for file in self._open.values():
+            for number, run in list(file.runs.items()):
+                held = self._held.get(number)
+                if held is None or run not in held.deltas:
+                    self._give_up(number, f"they need more than {self.memory_max:,} bytes of memory")
+                    run.release([number])
+                    file.runs.pop(number, None)
+        for name in [name for name, file in self._open.items() if not file.runs]:
+            del self._open[name]
+
+    def _spill(self, number: int) -> None:
+        if self.spill is None:
+            self._give_up(number, f"they need more than {self.memory_max:,} bytes of memory")
+            return
+        if self._held[number].deltas:
+            self._merge_all([number])
+        held = self._held.get(number)
+        if held is None or held.base is None:
+            return
+        name = f"{self.stage}/{number:05d}-{held.version:012d}"
+        meta = {"job": self.job, "stage": self.stage, "slice": number, "epoch": held.version}
+        data = encode(meta, held.base)
+        try:
+            self.spill.put(name, data)
+        except (OSError, PenstockError) as error:
+            self._give_up(number, f"they do not fit into memory, and the local disk failed ({error})")
+            return
+        held.disk = _OnDisk(name, held.version, len(data))
+        held.base = None  # base_bytes stays: it decides when deltas have outgrown it
+
+    def _base(self, number: int) -> pl.DataFrame | None:
+        """The base of a slice, from wherever it is. If it cannot be read, the slice is not held any more."""
+        held = self._held[number]
+        if held.disk is None:
+            return held.base
+        assert self.spill is not None
+        disk = held.disk
+        try:
+            meta, frame = decode(self.spill.get(disk.name), disk.name)
+            found = (meta.get("job"), meta.get("stage"), meta.get("slice"), meta.get("epoch"))
+            if found != (self.job, self.stage, number, disk.epoch):
+                raise OSError(f"{disk.name} is of another: {found}")
+        except (OSError, PenstockError) as error:
+            # Not given up: it can be seeded again.
+            self.problem = f"a backup of slice {number} of stage '{self.stage}' is lost: {error}"
+            self._drop(number)
+            return None
+        return frame
+
+    def _give_up(self, number: int, why: str) -> None:
+        self.problem = f"backups of stage '{self.stage}' were given up, as {why}; the durable checkpoint has them all"
+        self._drop(number)
+        self._given_up.add(number)
+
+    def _drop(self, number: int) -> None:
+        held = self._held.pop(number, None)
+        if held is not None:
+            self._release([number], held.deltas, [] if held.disk is None else [held.disk])
+
+
+def merge_two(
+    older: pl.DataFrame | None, newer: pl.DataFrame, key: Sequence[str], *, drop_deleted: bool
+) -> pl.DataFrame:
+    """``merge_frames`` of a large frame and a small one, ten times as fast: only rows whose hash is in the small one
+    are compared by key."""
+    if older is None:
+        return merge_frames([newer], key, drop_deleted)
+    if older.schema != newer.schema or 4 * newer.height > older.height:
+        return merge_frames([older, newer], key, drop_deleted)
+    met = older.get_column(HASH).is_in(newer.get_column(HASH).implode())
+    apart = older.filter(~met)
+    if drop_deleted:
+        apart = apart.filter(~pl.col(DELETED))
+    return pl.concat([apart, merge_frames([older.filter(met), newer], key, drop_deleted)], rechunk=False)
+
+
+def owned(frame: pl.DataFrame) -> pl.DataFrame:
+    """A copy that shares no buffer, however small a part of another frame it was."""
+    if frame.n_chunks() == 1:  # rechunk would copy nothing: a view of numbers stays a view
+        frame = frame[np.arange(frame.height, dtype=np.uint32)]
+    return _detached(frame)
+
+
+# ---- inner parts ---------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """Rows of several slices in one frame, as a delta brought them. A slice lets go of its part when it has merged
+    it."""
+
+    def __init__(self, frame: pl.DataFrame, places: dict[int, tuple[int, int]]) -> None:
+        self.frame = frame
+        self.places = places
+        self.nbytes = int(frame.estimated_size())
+        self.rows = sum(length for _, length in places.values())
+
+    @classmethod
+    def of(cls, frame: pl.DataFrame, places: Mapping[int, tuple[int, int]]) -> _Run:
+        run = cls(frame, dict(places))
+        run._shrink_if_due()
+        return run
+
+    def part(self, number: int) -> pl.DataFrame:
+        return self.frame.slice(*self.places[number])
+
+    def parts(self, numbers: Collection[int]) -> pl.DataFrame:
+        """The parts of some slices together."""
+        if self.rows == self.frame.height and len(numbers) == len(self.places):
+            return self.frame
+        return self.frame[self._rows_of(numbers)]
+
+    def share(self, number: int) -> int:
+        return self.nbytes * self.places[number][1] // max(1, self.frame.height)
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Slices that have merged their part."""
+        for number in numbers:
+            place = self.places.pop(number, None)
+            self.rows -= 0 if place is None else place[1]
+        self._shrink_if_due()
+
+    def _rows_of(self, numbers: Iterable[int]) -> NDArray[np.uint32]:
+        spans = [self.places[number] for number in numbers]
+        ranges = [np.arange(offset, offset + length, dtype=np.uint32) for offset, length in spans]
+        return np.concatenate([np.zeros(0, dtype=np.uint32), *ranges])
+
+    def _shrink_if_due(self) -> None:
+        if 2 * self.rows >= self.frame.height:
+            return
+        self.frame = _detached(self.frame[self._rows_of(self.places)])
+        ends = list(itertools.accumulate(length for _, length in self.places.values()))
+        self.places = {n: (end - p[1], p[1]) for (n, p), end in zip(self.places.items(), ends, strict=True)}
+        self.nbytes = int(self.frame.estimated_size())
+
+
+@dataclass(frozen=True)
+class _Piece:
+    data: bytes
+    epoch: int
+    slices: frozenset[int]
+    changed: frozenset[int]
+    """All slices with rows in the file, sent to us or not."""
+
+
+@dataclass
+class _File:
+    """What we have of a committed file."""
+
+    runs: dict[int, _Run] = field(default_factory=dict)
+    changed: frozenset[int] | None = None
+    """The slices with rows in it; None: nothing is known of it. One that is not in ``runs`` was not sent to us, or
+    has been used: a slice that is seeded again must not take it for unchanged."""
+
+    def add(self, run: _Run) -> None:
+        self.runs.update(dict.fromkeys(run.places, run))
+
+
+class _Known:
+    """A commit, turned round: the files of each slice."""
+
+    def __init__(self, commit: Commit) -> None:
+        self.epoch = commit.epoch
+        self.names = frozenset(commit.files)
+        self.by_slice: dict[int, list[str]] = {}
+        for name, numbers in commit.files.items():
+            for number in numbers:
+                self.by_slice.setdefault(number, []).append(name)
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    name: str
+    epoch: int
+    size: int
+
+
+@dataclass
+class _Slice:
+    version: int
+    base: pl.DataFrame | None = None
+    base_bytes: int = 0
+    """Of the base, in memory or on disk."""
+    disk: _OnDisk | None = None
+    deltas: list[_Run] = field(default_factory=list)
+
+    def set_base(self, frame: pl.DataFrame | None) -> None:
+        self.base = frame
+        self.base_bytes = 0 if frame is None else int(frame.estimated_size())
+
+    def memory(self, number: int) -> int:
+        in_memory = self.base_bytes if self.disk is None else 0
+        return in_memory + sum(run.share(number) for run in self.deltas)
+
+
+def _bitmap(numbers: Iterable[int]) -> str:
+    """Short also where there are tens of thousands of slices."""
+    return f"{sum(1 << number for number in numbers):x}"
+
+
+def _from_bitmap(text: str) -> frozenset[int]:
+    bits = bin(int(text, 16))[:1:-1]
+    return frozenset(number for number, bit in enumerate(bits) if bit == "1")
+
+
+__all__ = ["Backups", "Commit", "Spill", "cut", "merge_two", "owned"]

@@ -1,0 +1,413 @@
+"""The keeper on virtual time: what it holds, what it reads, and what it does when the store is away."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from penstock.engines import keeper as module
+from penstock.engines.keeper import Keeper
+from penstock.engines.sim.schedule import Schedule, SimPool
+from penstock.state import codec
+from penstock.state.backup import Commit, cut
+from penstock.state.checkpoint import DeltaFile, Manifest
+from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.store import MemoryStore
+from penstock.state.table import DELETED, HASH
+
+SLICES = 4
+ALL = frozenset(range(SLICES))
+KEYS = np.arange(200)
+HASHES = hash_columns(pl.DataFrame({"k": KEYS}), ["k"])
+OF_KEY = slice_of(HASHES, SLICES)
+
+
+class Away(MemoryStore):
+    """A store that can be away, and counts what is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away = False
+        self.reads: list[str] = []
+
+    def get(self, name: str) -> bytes:
+        if self.away:
+            raise OSError(errno.ETIMEDOUT, "the store does not answer")
+        self.reads.append(name)
+        return super().get(name)
+
+
+class Job:
+    """A history of checkpoints, and a keeper that hears of it."""
+
+    def __init__(self, bytes_s: float = 0, wait: Callable[[float], None] | None = None, **settings: Any) -> None:
+        self.schedule = Schedule()
+        self.pool = SimPool(self.schedule, lambda: 0.001)
+        self.store = Away()
+        self.manifest = Manifest("j", "f", {}, epoch=0)
+        self.manifests = {0: self.manifest}
+        self.commits: list[Commit] = []
+        self.pieces: dict[str, bytes] = {}
+        self.truth: dict[int, int] = {}
+        settings = {"memory_max": 10**9, "spill": None, **settings}
+        self.keeper = Keeper(
+            "j",
+            self.store,
+            bytes_s=bytes_s,
+            pool=self.pool,
+            load_manifest=self.load,
+            clock=self.schedule.clock,
+            wait=wait,
+            **settings,
+        )
+
+    def load(self, checkpoint: int) -> Manifest:
+        if self.store.away:
+            raise OSError(errno.ETIMEDOUT, "the store does not answer")
+        return self.manifests[checkpoint]
+
+    def checkpoint(self, values: dict[int, int | None]) -> str:
+        """Complete a checkpoint in which these keys changed (None: went); the name of its file."""
+        before, epoch = self.manifest.epoch, self.manifest.epoch + 1
+        keys = np.array(sorted(values), dtype=np.int64)
+        frame = pl.DataFrame(
+            {
+                HASH: HASHES[keys],
+                "k": keys,
+                "n": [values[k] or 0 for k in keys.tolist()],
+                DELETED: [values[k] is None for k in keys.tolist()],
+            }
+        )
+        name = f"state/s/{epoch}"
+        meta = {"job": "j", "stage": "s", "kind": "delta", "epoch_from": before, "epoch_to": epoch}
+        data = codec.encode(meta, frame, slices_total=SLICES)
+        self.store.put(name, data)
+        slices = tuple(np.unique(OF_KEY[keys]).tolist())
+        file = DeltaFile(name, "s", "delta", before, epoch, slices, frame.height, len(data), codec.checksum(data))
+        self.manifest = self.manifests[epoch] = self.manifest.advance(epoch, [file])
+        self.commits.append(Commit(before, epoch, {name: list(slices)}))
+        self.pieces[name] = cut(data, name, [[0]] * SLICES, 0)[0]
+        for key, value in values.items():
+            self.truth.pop(key, None)
+            if value is not None:
+                self.truth[key] = value
+        return name
+
+    def tell(self, want: frozenset[int] = ALL) -> None:
+        self.keeper.tell("s", ["k"], SLICES, want, self.manifest.epoch, self.commits[-3:])
+
+    def run(self, seconds: float = 0.5) -> None:
+        """Let the background work for so long."""
+        reached: list[bool] = []
+        self.schedule.after(seconds, lambda: reached.append(True))
+        while not reached:
+            entry = self.schedule.next()
+            assert entry is not None
+            entry()
+
+    def taken(self, slices: frozenset[int] = ALL) -> dict[int, int]:
+        out: dict[int, int] = {}
+        for frames in self.keeper.take("s", slices, self.manifest.epoch).values():
+            for frame in frames:
+                for _, key, value, deleted in frame.iter_rows():
+                    out.pop(key, None)
+                    if not deleted:
+                        out[key] = value
+        return out
+
+    def held(self) -> frozenset[int]:
+        checkpoint, slices = self.keeper.held("s")
+        assert checkpoint == self.manifest.epoch
+        return slices
+
+
+def every(value: int) -> dict[int, int | None]:
+    return dict.fromkeys(range(200), value)
+
+
+def test_a_job_that_has_just_begun_reads_nothing() -> None:
+    job = Job()
+    job.tell()
+    job.run()
+    for value in range(8):
+        name = job.checkpoint({**every(value), value: None})
+        job.keeper.offer("s", job.pieces[name])
+        job.tell()
+        job.run()
+        assert job.held() == ALL
+        assert job.taken() == job.truth
+    assert job.store.reads == []
+    assert job.keeper.problem() is None
+
+
+def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once() -> None:
+    job = Job()
+    names = [job.checkpoint(every(1)), job.checkpoint({5: None, 6: 2}), job.checkpoint({6: None, 5: 3})]
+    job.tell()
+    job.run()
+    assert job.held() == ALL and job.taken() == job.truth
+    assert sorted(job.store.reads) == sorted(names)
+    assert job.keeper.stats()["seeded"] == SLICES
+
+
+def test_only_what_is_wanted_is_held() -> None:
+    job = Job()
+    job.checkpoint(every(1))
+    job.tell(frozenset({1, 2}))
+    job.run()
+    assert job.held() == {1, 2}
+    job.tell(frozenset({2}))
+    job.run()
+    assert job.held() == {2}
+    assert set(job.keeper.take("s", ALL, 1)) == {2}
+    job.tell(frozenset())
+    job.run()
+    assert job.held() == frozenset()
+
+
+def test_telling_the_same_again_costs_nothing() -> None:
+    job = Job()
+    job.checkpoint(every(1))
+    job.tell()
+    job.run()
+    job.tell()
+    assert not job.pool._queue
+
+
+def test_commits_during_a_seed_are_caught_up_with() -> None:
+    """The seed ends at the checkpoint it began with; pieces and commits that came meanwhile bring it on."""
+    job = Job(bytes_s=1)  # so slow that only one file is read at a time, when it is told
+    for value in range(3):
+        job.checkpoint(every(value))
+    job.tell()
+    job.run()
+    assert len(job.store.reads) == 1
+    for value in range(10, 15):
+        name = job.checkpoint({value: value, value + 1: None})
+        job.keeper.offer("s", job.pieces[name])
+        job.tell()
+        job.run(10_000)
+    while job.held() != ALL:
+        job.tell()
+        job.run(10_000)
+    assert job.taken() == job.truth
+    assert len(job.store.reads) == 3, "what came as pieces was read as well"
+
+
+def test_a_piece_that_comes_late_is_waited_for_and_one_that_never_comes_is_read() -> None:
+    job = Job()
+    job.tell()
+    job.run()
+    late = job.checkpoint(every(1))
+    job.tell()
+    job.run()
+    assert job.held() == frozenset() and job.store.reads == []
+    job.keeper.offer("s", job.pieces[late])
+    job.run()
+    assert job.held() == ALL and job.store.reads == []
+    lost = job.checkpoint(every(2))
+    job.tell()
+    job.run(module.PATIENCE_S + 1)
+    assert job.store.reads == []
+    job.tell()
+    job.run()
+    assert job.store.reads == [lost]
+    assert job.held() == ALL and job.taken() == job.truth
+
+
+def test_who_takes_does_not_wait_for_a_late_piece() -> None:
+    job = Job()
+    job.tell()
+    name = job.checkpoint(every(1))
+    job.tell()
+    assert job.taken() == job.truth
+    assert job.store.reads == [name]
+
+
+def test_a_file_that_was_merged_away_means_a_new_seed() -> None:
+    job = Job()
+    job.tell()
+    job.run()
+    name = job.checkpoint(every(1))
+    job.tell()
+    job.run()
+    # Merged into a base, with a later checkpoint; the delta is garbage.
+    data = codec.encode({}, codec.decode(job.store.get(name), "")[1], slices_total=SLICES)
+    job.store.put("base", data)
+    job.store.delete(name)
+    file = DeltaFile("base", "s", "base", 0, 1, tuple(ALL), 200, len(data), codec.checksum(data))
+    job.manifests[1] = job.manifest = Manifest("j", "f", {}, epoch=1, files={"s": (file,)})
+    job.run(module.PATIENCE_S + 1)
+    job.tell()
+    job.run()
+    assert job.held() == ALL and job.taken() == job.truth
+
+
+def test_the_store_away_is_tried_again_with_growing_pauses_and_pieces_still_count() -> None:
+    job = Job()
+    job.checkpoint(every(1))
+    job.tell(frozenset({0, 1}))
+    job.run()
+    assert job.held() == {0, 1}
+    job.store.away = True
+    for value in range(2, 40):
+        name = job.checkpoint({value: value})
+        job.keeper.offer("s", job.pieces[name])
+        job.tell()
+        job.run(1.0)
+    assert job.held() == {0, 1}, "what is held stays current without the store"
+    assert 5 <= job.keeper.stats()["store_errors"] <= 8
+    assert "does not answer" in (job.keeper.problem() or "")
+    assert set(job.keeper.take("s", ALL, job.manifest.epoch)) == {0, 1}
+    job.store.away = False
+    job.run(module.PAUSE_MAX_S)
+    job.tell()
+    job.run()
+    assert job.held() == ALL and job.taken() == job.truth
+    assert job.keeper.problem() is None
+
+
+def test_a_seed_that_is_no_longer_wanted_is_not_read_to_its_end() -> None:
+    job = Job(bytes_s=1)
+    for value in range(3):
+        job.checkpoint(every(value))
+    job.tell()
+    job.run()
+    job.tell(frozenset())
+    job.run(10_000)
+    job.tell(frozenset())
+    job.run(10_000)
+    assert len(job.store.reads) == 1
+
+
+def test_a_damaged_file_is_never_used() -> None:
+    job = Job()
+    name = job.checkpoint(every(1))
+    other = codec.encode({}, codec.decode(job.store.get(name), "")[1].with_columns(n=pl.lit(9)), slices_total=SLICES)
+    job.store.put(name, other)  # whole in itself, but not the one that the checkpoint means
+    job.tell()
+    job.run()
+    assert job.held() == frozenset() and job.taken() == {}
+    assert job.keeper.problem() is not None
+
+
+def test_a_limited_bandwidth_is_kept() -> None:
+    waited: list[float] = []
+    job = Job(bytes_s=1000, wait=lambda s: waited.append(s) or job.schedule.after(s, lambda: None))  # type: ignore[func-returns-value]
+    for value in range(4):
+        job.checkpoint(every(value))
+    size = sum(len(job.store.items[f"state/s/{n}"]) for n in (1, 2, 3))
+    began = job.schedule.now
+    job.tell()
+    while not job.keeper.held("s")[1]:
+        job.run(0.1)
+    assert job.schedule.now - began >= size / 1000 - module.BURST_S - 0.2
+    assert max(waited) <= module.WAIT_MAX_S
+
+
+class Disk(MemoryStore):
+    def clear(self) -> None:
+        self.items.clear()
+
+
+def test_what_does_not_fit_is_spilled_and_close_removes_it() -> None:
+    disk = Disk()
+    job = Job(memory_max=3000, spill=lambda: disk)
+    job.checkpoint(every(1))
+    job.tell()
+    job.run()
+    assert job.held() == ALL and job.taken() == job.truth
+    stats = job.keeper.stats()
+    assert stats["bytes_memory"] <= 3000 and stats["bytes_spilled"] > 0
+    job.keeper.close()
+    assert not disk.items
+    assert job.keeper.take("s", ALL, 1) == {}
+    job.tell()
+    job.run()
+
+
+def test_no_local_disk_is_told_and_what_fits_is_held() -> None:
+    def none() -> Disk:
+        raise OSError(errno.EROFS, "read-only")
+
+    job = Job(memory_max=3000, spill=none)
+    job.checkpoint(every(1))
+    job.tell()
+    job.run()
+    assert frozenset() < job.held() < ALL
+    assert "read-only" in (job.keeper.problem() or "")
+    reads = len(job.store.reads)
+    job.tell()
+    job.run()
+    assert len(job.store.reads) == reads, "what was given up for want of room is read again and again"
+
+
+def test_two_stages_share_the_memory() -> None:
+    job = Job(memory_max=6000, spill=Disk)
+    name = job.checkpoint(every(1))
+    piece = job.pieces[name].replace(b'"stage":"s"', b'"stage":"t"')
+    files = job.manifest.files["s"]
+    job.manifests[1] = Manifest("j", "f", {}, epoch=1, files={"s": files, "t": files})
+    job.tell()
+    job.keeper.tell("t", ["k"], SLICES, ALL, 1, [])
+    job.keeper.offer("t", piece)
+    job.run()
+    assert job.held() == ALL and job.keeper.held("t") == (1, ALL)
+    assert job.keeper.stats()["bytes_memory"] <= 6000
+    assert job.keeper.stats()["ignored"] == 1
+
+
+def test_take_never_raises_nor_waits_longer_than_it_says() -> None:
+    """On a real thread that hangs in the store."""
+    import threading
+
+    hang = threading.Event()
+
+    class Hanging(MemoryStore):
+        def get(self, name: str) -> bytes:
+            hang.wait(60)
+            raise OSError(errno.ETIMEDOUT, "gone")
+
+    def load(checkpoint: int) -> Manifest:
+        file = DeltaFile("x", "s", "delta", 0, 1, (0,), 1, 1, "")
+        return Manifest("j", "f", {}, epoch=1, files={"s": (file,)})
+
+    pool = ThreadPoolExecutor(1)
+    keeper = Keeper("j", Hanging(), memory_max=1, spill=None, bytes_s=0, pool=pool, load_manifest=load)
+    try:
+        assert keeper.take("s", [0], 1) == {}
+        keeper.tell("s", ["k"], SLICES, ALL, 1, [])
+        assert keeper.take("s", [0], 1, timeout_s=0.05) == {}
+        keeper.tell("s", ["k"], SLICES, ALL, 1, [])
+        assert keeper.held("s")[1] == frozenset()
+    finally:
+        hang.set()
+        keeper.close()
+        pool.shutdown()
+    keeper.tell("s", ["k"], SLICES, ALL, 2, [])
+    assert keeper.take("s", [0], 2) == {}
+
+
+def test_a_fault_of_ours_drops_backups_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.checkpoint(every(1))
+    job.tell()
+    job.run()
+    assert job.held() == ALL
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Backups, "advance", lambda self: 1 / 0)
+        job.checkpoint(every(2))
+        job.tell()
+        job.run()
+        assert job.keeper.held("s")[1] == frozenset()
+        assert "ZeroDivisionError" in (job.keeper.problem() or "")
+    job.checkpoint(every(3))
+    job.tell()
+    job.run()
+    assert job.held() == ALL and job.taken() == job.truth

@@ -1,9 +1,11 @@
-"""The controller in virtual time: work ends in any order, containers lose state, drivers die, people rescale and stop.
+"""The controller in virtual time: work ends in any order, nodes come and go, drivers die, people move slices and stop.
 
 A tiny engine of dictionaries carries out the commands; what it may assume is checked as it goes:
 
 * an epoch runs only if its record is on disk, and always with the same record;
-* a container applies epoch e to a state that has exactly the epochs before e;
+* a container applies epoch e to a state that has exactly the epochs before e, and a slice that changed its owner on
+  the way was either at a checkpoint or handed over whole;
+* what containers sent to each other is read in the next epoch or not at all, and is still there then;
 * epochs are published in order, without a gap; a checkpoint names only files that exist, and covers published epochs;
 * when faults stop, the job ends, and everything that was read was published.
 
@@ -25,6 +27,7 @@ from hypothesis import strategies as st
 from penstock.control.controller import Controller, Settings
 from penstock.control.events import (
     CancelAll,
+    CancelMovesRequested,
     CollectGarbage,
     Command,
     Compact,
@@ -37,19 +40,27 @@ from penstock.control.events import (
     Finish,
     Flush,
     Flushed,
+    LeaveRequested,
     LogEpoch,
     ManifestWritten,
+    MoveRequested,
+    NodeInfo,
+    NodesChanged,
     NothingNew,
     PlanEpoch,
     PublishEpoch,
+    RebalanceRequested,
     ReleaseEpoch,
+    ReleaseNodes,
     RescaleRequested,
     RunStage,
     StageDone,
     StageFailed,
     Started,
     StopRequested,
+    Stuck,
     TaskReport,
+    Tell,
     Tick,
     WarmedUp,
     WarmUp,
@@ -58,7 +69,7 @@ from penstock.control.events import (
 from penstock.control.pacing import Pacer
 from penstock.control.routing import RoutingTable
 from penstock.control.topology import StageInfo, Topology
-from penstock.ids import StageId
+from penstock.ids import Attempt, Epoch, StageId
 from penstock.state.checkpoint import DeltaFile, Manifest
 
 IN, ALSO, COUNT, WIN, TOP = (StageId(s) for s in ("in", "also", "count", "win", "top"))
@@ -92,18 +103,48 @@ class Disk:
 
 @dataclass
 class Container:
+    node: str
     attempt: int
     epoch: int
+    slices: frozenset[int]
     sealed: set[int]
-    pending: list[dict[str, Any]]
+    pending: list[dict[str, Any]] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)
+    """slice that it keeps a copy of -> the checkpoint it stands at"""
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What a container sends when a slice changes its owner."""
+
+    slice: int
+    to: int
+    epoch: int
+    checkpoint: int
 
 
 class World:
     def __init__(self, seed: int, *, rows: int, faults: float, in_flight: int, interval_s: float) -> None:
-        self.random = random.Random(seed)
+        self.random = r = random.Random(seed)
         self.rows = {IN: rows, ALSO: rows // 3}
         self.faults = faults
-        self.settings = Settings(in_flight, interval_s, idle_epoch_s=50.0, poll_s=0.5, deltas_max=3)
+        self.settings = Settings(
+            in_flight,
+            interval_s,
+            idle_epoch_s=50.0,
+            poll_s=0.5,
+            deltas_max=3,
+            backups=r.randint(0, 2),
+            placement=r.choice(["chained", "ring"]),
+            live=r.random() < 0.85,
+            move_timeout_s=r.choice([5.0, 600.0]),
+        )
+        self.nodes: dict[str, NodeInfo] = {}
+        self.born = 0
+        for _ in range(r.randint(1, 4)):
+            self.node_comes()
+        self.switched = 0
+        """Slices that got another owner with no checkpoint in between."""
         self.disk = Disk()
         self.now = 0.0
         self.over: str | None = None
@@ -123,10 +164,27 @@ class World:
         self.publisher: deque[Callable[[bool], Event | None]] = deque()
         self.jobs: list[Callable[[], Event]] = []
         self.containers: dict[tuple[str, int], Container] = {}
+        self.sent: dict[tuple[int, int, str], list[Handed]] = {}
+        """(attempt, epoch, stage) -> what its containers sent to each other"""
+        if not self.nodes:
+            self.node_comes()
         newest = max(disk.manifests, default=None)
         manifest = disk.manifests[newest] if newest is not None else None
         logged = tuple(disk.log[e] for e in sorted(disk.log) if e > (newest or 0))
-        self.step(Started(self.now, manifest, logged, disk.starts * 1000))
+        self.step(Started(self.now, manifest, logged, disk.starts * 1000, tuple(self.nodes.values())))
+
+    def node_comes(self) -> None:
+        self.born += 1
+        zone = f"z{self.born % 2}" if self.random.random() < 0.5 else ""
+        self.nodes[f"n{self.born}"] = NodeInfo(f"n{self.born}", zone=zone, cores=self.random.randint(1, 2))
+
+    def node_goes(self, name: str) -> None:
+        """With everything on it. That is heard of later, or never if jobs fail first."""
+        del self.nodes[name]
+        self.containers = {k: c for k, c in self.containers.items() if c.node != name}
+
+    def news(self) -> None:
+        self.jobs.append(lambda: NodesChanged(self.now, tuple(self.nodes.values())))
 
     def step(self, event: Event) -> None:
         self.now += self.random.random() * 0.2
@@ -143,20 +201,20 @@ class World:
             case LogEpoch():
                 self.planner.append(lambda really: self.log(command, really))
             case RunStage():
-                self.check_run(command)
-                routing = self.controller.routing
+                routing = self.controller.routings[command.routing]
+                self.check_run(command, routing)
                 self.jobs.append(lambda: self.run(command, routing))
             case PublishEpoch():
                 self.publisher.append(lambda really: self.publish(command, really))
             case Flush():
-                routing = self.controller.routing
+                routing = self.controller.routings[command.routing]
                 self.jobs.append(lambda: self.flush(command, routing))
             case WriteManifest():
                 self.publisher.append(lambda really: self.write_manifest(command, really))
             case CollectGarbage():
                 self.publisher.append(lambda really: self.collect_garbage(command, really))
             case WarmUp():
-                self.jobs.append(lambda: WarmedUp(self.now, command.stage, command.instances))
+                self.jobs.append(lambda: WarmedUp(self.now, command.stage, command.containers))
             case Compact():
                 self.jobs.append(lambda: self.compact(command))
             case Finish():
@@ -164,7 +222,20 @@ class World:
             case Fail():
                 assert command.error.kind == "EngineError" and "made no progress" in command.error.message
                 self.over = "failed"
-            case CancelAll() | ReleaseEpoch():
+            case ReleaseNodes():
+                for name in set(command.nodes) & set(self.nodes):
+                    here = {c for c, n in self.controller.routing.homes.items() if n == name}
+                    busy = [
+                        s for s in self.controller.routing.owners if here & set(self.controller.routing.occupied(s))
+                    ]
+                    assert not busy, f"{name} is let go, and owns slices of {busy}"
+                    self.node_goes(name)
+                self.news()
+            case ReleaseEpoch():
+                self.sent = {k: v for k, v in self.sent.items() if k[1] > command.epoch}
+            case CancelAll():
+                self.sent = {k: v for k, v in self.sent.items() if k[0] >= command.attempt}
+            case Tell():
                 pass
             case _:
                 raise AssertionError(command)
@@ -195,7 +266,7 @@ class World:
         self.disk.log[command.epoch] = command.record
         return EpochLogged(self.now, command.epoch, command.attempt)
 
-    def check_run(self, command: RunStage) -> None:
+    def check_run(self, command: RunStage, routing: RoutingTable) -> None:
         record = self.disk.log.get(command.epoch)
         assert record is not None, f"epoch {command.epoch} runs without a record"
         assert self.disk.ranges.setdefault(command.epoch, record["ranges"]) == record["ranges"]
@@ -203,14 +274,29 @@ class World:
             assert command.range == record["ranges"].get(command.stage)
         assert command.watermark >= command.watermark_before
         assert command.checkpoint == 0 or command.checkpoint in self.disk.manifests
+        assert all(c in routing.homes for c in command.containers), "a container without a node has work"
+        if command.handover:
+            assert not command.seal and self.controller.checkpoint is None, "a checkpoint while slices change hands"
+            assert command.sends
+            for number, target in command.handover.items():
+                assert target in command.containers and target != routing.owners[command.stage][number]
+        for number, held in enumerate(command.copies):
+            assert routing.owners[command.stage][number] not in held
+        if not TOPOLOGY[command.stage].is_source:
+            assert set(routing.occupied(command.stage)) <= set(command.containers)
+        if command.receives:
+            assert (command.attempt, command.epoch - 1, command.stage) in self.sent, "what peers sent is gone"
 
     def run(self, command: RunStage, routing: RoutingTable) -> Event:
         if self.bad_luck(0.3):
             return StageFailed(self.now, command.epoch, command.stage, command.attempt, "bad luck")
         info = TOPOLOGY[command.stage]
-        count = self.random.randint(1, 3) if info.is_source else routing.instances[command.stage]
+        if any(routing.homes[c] not in self.nodes for c in command.containers) or not self.nodes:
+            return StageFailed(self.now, command.epoch, command.stage, command.attempt, "its node is lost")
+        if command.sends:
+            self.sent[command.attempt, command.epoch, command.stage] = []
         reports = []
-        for index in range(count):
+        for index in range(self.random.randint(1, 3)) if info.is_source else command.containers:
             report = TaskReport(command.stage, command.epoch, command.attempt, index)
             if info.is_source and command.range is not None:
                 report.time_max = {WIN: command.epoch * 10 + self.random.randint(0, 30)}
@@ -220,40 +306,75 @@ class World:
         return StageDone(self.now, command.epoch, command.stage, command.attempt, tuple(reports))
 
     def apply(self, command: RunStage, routing: RoutingTable, report: TaskReport) -> None:
-        """A container: in memory at the epoch before, or from the checkpoint if it is that epoch's, or missing."""
+        """A container: in memory at the epoch before, or from the checkpoint if it is that epoch's, or missing. Slices
+        that are new to it come from the checkpoint, with what their old owner did since if that is not enough."""
         key = (command.stage, report.index)
+        owned = frozenset(routing.slices_of(command.stage, report.index))
+        home = routing.homes[report.index]
+        before = command.epoch - 1
         found = self.containers.get(key)
+        if found is not None and found.node != home:
+            found = None
         if found is not None and found.attempt != command.attempt:
             if command.checkpoint in found.sealed:
-                found = Container(command.attempt, command.checkpoint, {command.checkpoint}, [])
+                found.attempt, found.epoch, found.pending = command.attempt, command.checkpoint, []
+                found.sealed = {command.checkpoint}
             else:
                 found = None
-        if found is None or found.epoch != command.epoch - 1:
-            if command.checkpoint != command.epoch - 1:
+        if found is not None and found.epoch != before:
+            found = None
+        handed = {
+            h.slice
+            for h in (self.sent.get((command.attempt, before, command.stage), []) if command.receives else [])
+            if (h.to, h.epoch, h.checkpoint) == (report.index, before, command.checkpoint)
+        }
+        new = owned - found.slices if found is not None else owned
+        if new and command.checkpoint != before:
+            if not new <= handed:
                 report.missing = True
                 return
-            self.load(command, routing, report.index)
-            found = Container(command.attempt, command.checkpoint, {command.checkpoint}, [])
+            self.switched += len(new)
+        self.load(command, new)
+        if found is None:
+            found = Container(home, command.attempt, before, owned, {command.checkpoint})
+        found.slices = owned
         self.containers[key] = found
         found.epoch = command.epoch
         if command.seal:
-            self.seal(found, command.stage, report.index, routing)
+            self.seal(found, command.stage, report.index)
+        for number in [s for s, c in command.handover.items() if s in found.slices]:
+            handed_over = Handed(number, command.handover[number], command.epoch, command.checkpoint)
+            self.sent[command.attempt, command.epoch, command.stage].append(handed_over)
         ready = [d for d in found.pending if self.random.random() < 0.5]
         found.pending = [d for d in found.pending if d not in ready]
         report.deltas = ready
+        self.keep_copies(command, found, report)
 
-    def load(self, command: RunStage, routing: RoutingTable, index: int) -> None:
+    def keep_copies(self, command: RunStage, container: Container, report: TaskReport) -> None:
+        """Copies get to the newest checkpoint sooner or later, and are reported as they are."""
+        wanted = {s for s, held in enumerate(command.copies) if report.index in held}
+        container.copies = {s: v for s, v in container.copies.items() if s in wanted}
+        for number in sorted(wanted):
+            if self.random.random() < 0.6:
+                container.copies[number] = command.checkpoint
+        current = sorted(s for s, v in container.copies.items() if v == command.checkpoint)
+        report.held = (command.checkpoint, current)
+        report.unsent = self.random.random() < 0.1
+        if wanted and self.bad_luck(0.05):
+            report.problem = "the disk is full"
+
+    def load(self, command: RunStage, slices: frozenset[int]) -> None:
         if command.checkpoint == 0:
             return
         manifest = self.disk.manifests[command.checkpoint]
-        for number in routing.slices_of(command.stage, index):
+        for number in slices:
             files = manifest.files_for(command.stage, [number])
             assert files and max(self.disk.files[f.name] for f in files) == command.checkpoint, "a slice has a gap"
 
-    def seal(self, container: Container, stage: str, index: int, routing: RoutingTable) -> None:
+    def seal(self, container: Container, stage: str, index: int) -> None:
         epoch, attempt = container.epoch, container.attempt
         name = f"{stage}/{epoch}-{attempt}-{index}"
-        slices = tuple(routing.slices_of(StageId(stage), index))
+        slices = tuple(sorted(container.slices))
         self.disk.files[name] = epoch
         file = DeltaFile(name, stage, "delta", 0, epoch, slices, 1, self.random.randint(1, 50), "c")
         container.sealed.add(epoch)
@@ -263,17 +384,17 @@ class World:
         if self.bad_luck(0.3):
             return StageFailed(self.now, command.epoch, StageId("flush"), command.attempt, "bad luck")
         reports = []
-        for stage in TOPOLOGY.stateful:
-            for index in range(routing.instances[stage.id]):
-                report = TaskReport(stage.id, command.epoch, command.attempt, index)
+        for stage, containers in command.containers.items():
+            for index in containers:
+                report = TaskReport(stage, command.epoch, command.attempt, index)
                 reports.append(report)
-                found = self.containers.get((stage.id, index))
+                found = self.containers.get((stage, index))
                 sealed = found is not None and command.epoch in found.sealed
                 if found is None or found.attempt != command.attempt or not (sealed or found.epoch == command.epoch):
                     report.missing = True
                     continue
                 if not sealed:
-                    self.seal(found, stage.id, index, routing)
+                    self.seal(found, stage, index)
                 report.deltas, found.pending = found.pending, []
         return Flushed(self.now, command.epoch, command.attempt, tuple(reports))
 
@@ -292,6 +413,9 @@ class World:
         m = command.manifest
         assert m.epoch <= len(self.disk.published), "a checkpoint of an epoch that is not published"
         assert m.names() <= set(self.disk.files), "a checkpoint of files that do not exist"
+        for stage in TOPOLOGY.stateful:
+            there = {s for f in m.files[stage.id] if f.epoch_to == m.epoch for s in f.slices}
+            assert there == set(range(SLICES)), f"the checkpoint lacks slices of {stage.id}"
         for source in self.rows:
             ends = [self.disk.ranges[e][source] for e in range(1, m.epoch + 1) if source in self.disk.ranges[e]]
             if ends:
@@ -324,16 +448,35 @@ class World:
 
     def disturb(self) -> None:
         """One of the things that happen to a job."""
-        match self.random.randint(0, 4):
+        r = self.random
+        stage = r.choice(TOPOLOGY.stages).id
+        stateful = r.choice(TOPOLOGY.stateful).id
+        match r.randint(0, 10):
             case 0:
-                for key in self.random.sample(sorted(self.containers), min(1, len(self.containers))):
-                    del self.containers[key]
-            case 1:
-                self.containers.clear()  # a node is gone
-            case 2 | 3:
-                stage = self.random.choice(TOPOLOGY.stages).id
-                self.step(RescaleRequested(self.now, stage, self.random.randint(1, SLICES)))
-            case 4:
+                for key in r.sample(sorted(self.containers), min(1, len(self.containers))):
+                    del self.containers[key]  # a process ends
+            case 1 | 2 if self.nodes:
+                self.node_goes(r.choice(sorted(self.nodes)))
+                self.news()
+            case 3 if len(self.nodes) < 5:
+                self.node_comes()
+                self.news()
+            case 4 | 5:
+                self.step(RescaleRequested(self.now, stage, r.randint(1, SLICES)))
+            case 6 | 7:
+                instances = self.controller.routing.instances[stateful]
+                targets = {s: r.randrange(instances) for s in r.sample(range(SLICES), r.randint(1, 3))}
+                self.step(MoveRequested(self.now, stateful, targets))
+            case 8:
+                self.step(r.choice([RebalanceRequested(self.now), CancelMovesRequested(self.now)]))
+            case 9 if self.nodes:
+                if r.random() < 0.5:
+                    self.step(LeaveRequested(self.now, (r.choice(sorted(self.nodes)),)))
+                elif self.controller.in_flight:
+                    epoch, attempt = min(self.controller.in_flight), self.controller.attempt
+                    hung = r.randrange(self.controller.routing.instances[stateful])
+                    self.step(Stuck(self.now, stateful, Epoch(epoch), Attempt(attempt), (hung,), 1.0))
+            case 10:
                 self.driver_dies()
 
     def driver_dies(self) -> None:
@@ -371,6 +514,9 @@ class World:
     def heal(self) -> None:
         """Faults stop: the job must end by itself, if need be after a last start."""
         self.faults = 0.0
+        if not self.nodes:
+            self.node_comes()
+        self.news()
         for _ in range(3):
             if self.over in ("stopped", "failed"):
                 self.driver_starts()
@@ -448,3 +594,4 @@ def test_the_faults_are_really_met() -> None:
     assert sum(w.disk.starts > 1 for w in worlds) > 3
     assert any(w.controller.routing.version > 2 for w in worlds)
     assert any(n.startswith("merged") for w in worlds for n in w.disk.files)
+    assert sum(w.switched for w in worlds) > 5, "slices moved while epochs ran"

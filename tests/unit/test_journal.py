@@ -648,6 +648,11 @@ def test_epochs_and_what_happened_between() -> None:
             (events.ReleaseNodes(("a",)),),
             ["asked: nodes a, b to leave", "→ node a is given back to Spark"],
         ),
+        (
+            events.Flushed(1.0, Epoch(4), Attempt(3000), ()),
+            (CancelAll(Attempt(3001), cause="failure: a delta was lost"),),
+            ["a delta was lost", "→ recovery 1: attempt 3001 from the beginning"],
+        ),
         (Unknown("Omen", {"now": 1.0, "of": "rain", "size": 3}), (), ["Omen: of rain, size 3"]),
         (Tick(1.0), (), []),
     ],

@@ -71,3 +71,72 @@ def test_an_epoch_that_runs_again_is_counted_once() -> None:
     status = m.status(controller(counts=1), now=3.0)
     assert (status.rows, status.operators[0].rows_in) == (1000, 1000)
     assert status.steps == ({"id": "counts", "rows_in": 1000, "rows_out": 100, "busy_ms": 200.0},)
+
+
+def epochs_of(m: Metrics, busy_ms: dict[int, float], epochs: int = 20, rows: dict[int, int] | None = None) -> None:
+    first = m.counted_through + 1
+    for epoch in range(first, first + epochs):
+        reports = [report(c, (rows or {}).get(c, 100), 10, ms) for c, ms in busy_ms.items()]
+        for r in reports:
+            r.node = f"node-{r.index}"
+        m.stage_done("counts", epoch, reports, now=float(epoch))
+        m.published(epoch, 100, float(epoch), {})
+
+
+def test_a_container_that_the_others_wait_for_is_named_once() -> None:
+    m = metrics()
+    epochs_of(m, {0: 30.0, 1: 28.0, 2: 90.0, 3: 31.0})
+    status = m.status(controller(counts=4), now=30.0)
+    assert status.stragglers == (
+        {"stage": "counts", "container": 2, "node": "node-2", "times_slower": 3.0, "times_rows": 1.0},
+    )
+    epochs_of(m, {0: 30.0, 1: 28.0, 2: 90.0, 3: 31.0})
+    assert m.notices == [
+        "container 2 of 'counts' on node-2 takes 3 times as long as the others, with no more rows than the others."
+    ]
+    epochs_of(m, {0: 30.0, 1: 28.0, 2: 30.0, 3: 31.0})
+    assert m.status(controller(counts=4), now=99.0).stragglers == ()
+
+
+def test_skew_is_told_apart_from_a_slow_machine() -> None:
+    m = metrics()
+    epochs_of(m, {0: 30.0, 1: 90.0}, rows={0: 100, 1: 300})
+    assert [(s["container"], s["times_slower"], s["times_rows"]) for s in m.stragglers] == [(1, 3.0, 3.0)]
+    assert m.notices[0].endswith("with 3 times the rows.")
+
+
+@pytest.mark.parametrize(
+    "busy_ms",
+    [
+        {0: 1.0, 1: 1.0, 2: 19.0},  # nobody notices
+        {0: 30.0, 1: 30.0, 2: 59.0},
+        {0: 90.0},
+    ],
+    ids=["small", "not twice", "alone"],
+)
+def test_no_straggler(busy_ms: dict[int, float]) -> None:
+    m = metrics()
+    epochs_of(m, busy_ms)
+    assert m.stragglers == () and m.notices == []
+
+
+def test_one_slow_epoch_makes_no_straggler_and_few_say_nothing() -> None:
+    m = metrics()
+    epochs_of(m, {0: 30.0, 1: 900.0}, epochs=4)
+    assert m.stragglers == ()
+    epochs_of(m, {0: 30.0, 1: 30.0}, epochs=8)
+    assert m.stragglers == ()
+
+
+def test_a_container_that_is_gone_is_no_straggler() -> None:
+    m = metrics()
+    epochs_of(m, {0: 30.0, 1: 28.0, 2: 90.0})
+    assert m.stragglers
+    epochs_of(m, {0: 30.0, 1: 28.0}, epochs=1)
+    assert m.stragglers == ()
+
+
+def test_splits_of_a_source_are_no_containers() -> None:
+    m = Metrics("job", "flow", "local", {"counts": ("source", ("counts",))})
+    epochs_of(m, {0: 30.0, 1: 90.0})
+    assert m.stragglers == ()

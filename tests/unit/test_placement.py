@@ -220,6 +220,16 @@ def test_a_takeover_prefers_who_has_least() -> None:
     assert takeover([0, 1, 1, 2], {0}, {0: [0, 9]}, apart(3)[1:]) == (2, 1, 1, 2)
 
 
+def test_a_takeover_revises_earlier_choices() -> None:
+    # Slice 0 would go to container 1, which has least, but slice 1 has no other.
+    assert takeover([0, 0, 2, 2], {0}, {0: [1, 2], 1: [1]}, apart(3)[1:]) == (2, 1, 2, 2)
+    # Slices 2 and 3 are on container 3 only, so that two at once cannot be helped; then container 1, with nothing
+    # else to do, may as well have two.
+    owners = [0, 0, 0, 0, *[2] * 5, *[4] * 9]
+    holding = {0: [1, 2, 4], 1: [1, 2], 2: [3], 3: [3]}
+    assert takeover(owners, {0}, holding, apart(5)[1:])[:4] == (1, 1, 3, 3)
+
+
 def test_a_takeover_leaves_alone_what_is_not_lost() -> None:
     assert takeover([5, 5, 1], {3}, {0: [1]}, apart(2)) == (5, 5, 1)
     assert takeover([1, 1], (), {}, []) == (1, 1)
@@ -284,6 +294,11 @@ def test_a_slice_beyond_its_share_gets_a_container_and_the_rest_is_even() -> Non
     after = spread([0, 0, 0, 0, 0], apart(3), [100, 3, 3, 3, 3])
     assert sorted(Counter(after).values()) == [1, 2, 2]
     assert Counter(after)[after[0]] == 1
+
+
+def test_a_slice_beyond_its_share_does_not_make_the_rest_look_uneven() -> None:
+    owners = [0, *[1] * 10, *[2] * 12]
+    assert spread(owners, apart(3), [100, *[1] * 22]) == tuple(owners)
 
 
 def test_spread_over_nobody_says_what_to_do() -> None:

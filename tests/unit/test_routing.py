@@ -71,11 +71,20 @@ def test_it_survives_the_log() -> None:
     assert RoutingTable.from_json(json.loads(json.dumps(t.to_json()))) == t
 
 
-def test_validate_sees_a_container_without_slices() -> None:
+def test_validate_sees_an_owner_that_is_not_there_and_a_backup_at_the_owner() -> None:
     t = table()
-    broken = RoutingTable(t.version, t.slices, {KEYED: (ContainerId(0),) * 8}, t.instances)
-    with pytest.raises(AssertionError, match="without slices"):
-        broken.validate()
+    with pytest.raises(AssertionError, match="an owner that is not there"):
+        RoutingTable(t.version, t.slices, {KEYED: (ContainerId(9),) * 8}, t.instances).validate()
+    with pytest.raises(AssertionError, match="its own backup"):
+        t.change(holders={KEYED: tuple((c,) for c in t.owners[KEYED])}).validate()
+    vacant = RoutingTable(t.version, t.slices, {KEYED: (ContainerId(0),) * 8}, t.instances)
+    vacant.validate()
+    assert vacant.occupied(KEYED) == (0,)
+    assert set(vacant.filled().owners[KEYED]) == set(range(t.instances[KEYED])), "a new start uses everybody"
+
+
+def test_validate_counts_slices() -> None:
+    t = table()
     with pytest.raises(AssertionError, match="4 of 8 slices"):
         RoutingTable(t.version, 8, {KEYED: (ContainerId(0), ContainerId(1)) * 2}, t.instances).validate()
 

@@ -101,7 +101,7 @@ def test_rescale_by_any_operator_of_the_stage() -> None:
     ready.set()
     job.wait()
     assert {o.id: o.instances for o in job.status().operators} == {"in": 1, "count": 4}
-    assert job.status().routing_version == 2
+    assert job.status().routing_version > 1
     assert last_counts(sink.frame()) == dict.fromkeys(["k0", "k1", "k2", "k3", "k4"], 20)
 
 

@@ -444,24 +444,28 @@ class Controller:
         run = self.in_flight.get(event.epoch)
         if event.attempt != self.attempt or run is None:
             return []
-        del self.in_flight[event.epoch]
-        if event.epoch > self.published:
+        return self._over(run, event.now)
+
+    def _over(self, run: EpochRun, now: float) -> list[Command]:
+        """All sinks have this epoch."""
+        del self.in_flight[run.epoch]
+        if run.epoch > self.published:
             self.fruitless = 0  # what is published again after a failure is no progress
-        self.published = Epoch(max(self.published, event.epoch))
+        self.published = Epoch(max(self.published, run.epoch))
         self.clocks, self.watermarks = run.clocks, {**self.watermarks, **run.watermarks}
         rows = sum(r["rows"] for r in run.record["ranges"].values())
         if not run.ahead:  # the time it waited for the store says nothing of its size
-            self.pacer = self.pacer.observe(rows, (event.now - run.began) * 1000)
-        if self.checkpoint is not None and self.checkpoint.epoch == event.epoch:
+            self.pacer = self.pacer.observe(rows, (now - run.began) * 1000)
+        if self.checkpoint is not None and self.checkpoint.epoch == run.epoch:
             self._note_published(run)
-        if self.switching is not None and event.epoch >= self.switching:
+        if self.switching is not None and run.epoch >= self.switching:
             self.switching = None
             self.checkpoint_wanted = True  # then the moves are over, and the next may switch
-            self.migration.published(event.epoch)
+            self.migration.published(run.epoch)
         # What containers sent to their peers is read in the next epoch.
         sent = bool(run.sends)
-        self.sent = {e: s for e, s in self.sent.items() if e >= event.epoch}
-        return [ReleaseEpoch(Epoch(event.epoch - sent))]
+        self.sent = {e: s for e, s in self.sent.items() if e >= run.epoch}
+        return [ReleaseEpoch(Epoch(run.epoch - sent))]
 
     def _note_published(self, run: EpochRun) -> None:
         assert self.checkpoint is not None
@@ -981,7 +985,7 @@ class Controller:
             self.phase = "stopping" if self.stopping else "running"
         out: list[Command] = self._steer(now)
         out += self._run_stages(now)
-        out += self._publish()
+        out += self._publish(now)
         out += self._quiesce(now)
         out += self._write_manifest()
         out += self._plan(now)
@@ -1045,6 +1049,7 @@ class Controller:
             stage.id in senders and numbering == run.routing.instances,
             handover,
             self.settings.full_snapshots,
+            run.epoch <= self.published,
         )
 
     def _copies(self, run: EpochRun, stage: StageInfo) -> tuple[tuple[int, ...], ...]:
@@ -1059,17 +1064,21 @@ class Controller:
         )
         return copies if any(copies) else ()
 
-    def _publish(self) -> list[Command]:
+    def _publish(self, now: float) -> list[Command]:
+        out: list[Command] = []
         for epoch in sorted(self.in_flight):
             run = self.in_flight[epoch]
             if run.publishing:
-                return []
+                return out
             if len(run.done) < len(self.topology.stages):
-                return []
+                return out
             if not run.logged:
-                return []  # if the driver died now, the epoch might be cut otherwise the next time
+                return out  # if the driver died now, the epoch might be cut otherwise the next time
             clocks_before, _ = self._before(epoch)
             run.clocks = {**clocks_before, **run.clocks, CLOCK: run.record["clock_ms"]}
+            if epoch <= self.published:  # run again after a failure, for the state it leaves: the sinks have it
+                out += self._over(run, now)
+                continue
             run.publishing = True
             parts: dict[str, list[Any]] = {}
             tables: dict[str, list[bytes]] = {}
@@ -1080,8 +1089,8 @@ class Controller:
                     for sink, table in report.tables.items():
                         tables.setdefault(sink, []).append(table)
             self.outstanding.add((self.attempt, epoch, "publish"))
-            return [PublishEpoch(epoch, self.attempt, parts, tables)]
-        return []
+            return [*out, PublishEpoch(epoch, self.attempt, parts, tables)]
+        return out
 
     def _quiesce(self, now: float) -> list[Command]:
         """With nothing under way: finish a checkpoint, change the routing, or end."""

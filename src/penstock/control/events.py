@@ -317,6 +317,8 @@ class RunStage(Command):
     """slice -> container that owns it from the next epoch on: its owner sends what changed since the checkpoint"""
     full: bool = False
     """A checkpoint writes the whole state before the epoch goes on."""
+    quiet: bool = False
+    """The sinks have this epoch already: it runs again for the state that it leaves."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ The checkpoint directory::
     manifests/000000000010.json  checkpoint at epoch 10: offsets, routing, clocks, the files of every stage
     state/<stage>/...            deltas and bases
     dead-letters/...             records set aside, unless the flow has a sink for them
+    journal/...                  every step of the controller, for people and for replays
 """
 
 from __future__ import annotations

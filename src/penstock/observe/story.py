@@ -94,9 +94,12 @@ class Teller:
 
     def tell(self, record: Record) -> list[Line]:
         event = record.event
-        self._open_incident(event, record.error)
+        reasons = [c.cause for c in record.commands if type(c).__name__ == "CancelAll"]
+        self._open_incident(event, record.error, bool(reasons))
         number = self.incident[0] if self.incident else None
         said = self._event(event, record.error)
+        if said is None and reasons:  # nothing that looks like a failure, but the controller knew better
+            said = _said(_one_line(reasons[0].removeprefix("failure: ")))
         first = said or Line(0, "", 0, 0)
         effects: list[str] = []
         for command in record.commands:
@@ -111,8 +114,8 @@ class Teller:
 
     # -- incidents -----------------------------------------------------------------------------------------------------
 
-    def _open_incident(self, event: Any, error: str | None) -> None:
-        what = "the error" if error else self._failure(event)
+    def _open_incident(self, event: Any, error: str | None, recovers: bool) -> None:
+        what = "the error" if error else self._failure(event) or ("the failure" if recovers else "")
         if what and self.incident is None:
             self.incidents += 1
             self.incident = (self.incidents, event.now, what, self.published)

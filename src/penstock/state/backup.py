@@ -41,7 +41,7 @@ from penstock.state.table import DELETED, HASH, _detached
 DELTAS_MAX: Final = 4
 """Deltas a slice may have before its newest are merged."""
 BASE_RATIO: Final = 0.5
-"""Deltas that reach this part of their base are merged into it: a backup takes up to half as much again as the state."""
+"""Deltas that reach this part of their base are merged into it: a backup takes half as much again as the state."""
 COMMITS_KEPT: Final = 16
 """Commits remembered for slices that are behind. Who is further behind is seeded again."""
 SMALL_BYTES: Final = 64 * 1024

@@ -410,10 +410,10 @@ class World:
         stage = r.choice([s for s in self.plan.stages if s.stateful]).id
         routing = driver.controller.routing
         what = r.random()
-        if what < 0.15:
+        if what < 0.07:
             self.tell("world", "cancel moves")
             driver.post(CancelMovesRequested(now))
-        elif what < 0.3:
+        elif what < 0.25:
             self.tell("world", "rebalance")
             driver.post(RebalanceRequested(now))
         else:

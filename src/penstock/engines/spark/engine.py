@@ -52,7 +52,7 @@ from penstock.state.store import Store
 DRIVER = "driver"
 """The one node of local mode."""
 EXECUTORS_WAIT_S = 60.0
-WATCH_S = 0.1
+WATCH_S = 0.05
 LOSS_NOTICED_S = 0.5
 """What fails because of a dead executor may fail so much before Spark tells of its death."""
 ONE_THREAD = {
@@ -396,7 +396,9 @@ class SparkEngine:
         job = JobSpec("run", {command.stage: specs[0]}, offsets, splits)
         self.jvm.job_group(self.group, f"stage-{stage.index}", msgspec.json.encode(job).decode())
         with self.lock:
-            self.jobs[command.epoch, command.stage, command.attempt] = Running(began, {s.index for s in specs})
+            self.jobs[command.epoch, command.stage, command.attempt] = Running(
+                time.monotonic(), {s.index for s in specs}
+            )
         tasks = self._tasks(stage, command, [s.index for s in specs], routing, offsets)
         if stage.outs or command.sends:
             shuffled = self.jvm.shuffle(tasks, partitions)

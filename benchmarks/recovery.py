@@ -52,8 +52,10 @@ BATCH_FILES = 10
 BEATS = 60
 """Different files that the second phase takes in turn."""
 EXECUTOR_MB = 768
-SETTLE_S_MAX = 90.0
-SPREAD_S_MAX = 20.0
+AHEAD_FILES = 10
+"""No more files wait for a contender than this: one that is too slow for the rate gets what it can take."""
+SETTLE_S_MAX = 180.0
+SPREAD_S_MAX = 45.0
 """A replacement is up; so long slices may take to come to it before the next kill is due all the same."""
 RUN_S_MAX = 3_600.0
 
@@ -97,13 +99,16 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
     points = QUICK if quick else POINTS
     peers = QUICK if quick else PEER_POINTS
     rows: list[Row] = []
+    traces: list[dict[str, Any]] = []
     for number in range(1, 2 if quick else 3):
         for point in points:
             with common.workplace() as place:
                 write_input(place / "pool", point.keys)
                 for contender in (PENSTOCK, STRUCTURED) if point in peers else (PENSTOCK,):
                     common.note(f"round {number}, {contender}: {point}")
-                    rows += measure(contender, point, number, place)
+                    found, events = measure(contender, point, number, place)
+                    rows += found
+                    traces += events
     notes = [
         "to_next_output_s: from SIGKILL to the first output that had not been committed before.",
         "rebuild_s: the longest time that a container took to bring lost slices up; spark_s: all the rest.",
@@ -122,11 +127,11 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
         bars = common.medians(single, "to_next_output_s", group="state_mb")
         plot_bars(bars, path, "From the loss of an executor to new output, by state in MB", "seconds")
 
-    return common.finish("recovery", rows, ratios(rows), notes, out, draw)
+    return common.finish("recovery", rows, ratios(rows), notes, out, draw, traces=traces)
 
 
-def measure(contender: str, point: Point, number: int, place: Path) -> list[Row]:
-    """All kills of one run, its output verified."""
+def measure(contender: str, point: Point, number: int, place: Path) -> tuple[list[Row], list[dict[str, Any]]]:
+    """All kills of one run, its output verified; and, of ours, what happened around each."""
     work = place / "work"
     args = {**dataclasses.asdict(point), "keys": point.keys, "pool": str(place / "pool"), "work": str(work)}
     figures = common.run_contender(MODULE, contender, {**args, "seed": number}, work, seconds_max=RUN_S_MAX)
@@ -149,7 +154,9 @@ def measure(contender: str, point: Point, number: int, place: Path) -> list[Row]
     rows = [{**shared, **kill, **measured} for kill in figures["kills"]]
     for row in rows:
         common.note(f"{contender}: " + ", ".join(f"{k} {v}" for k, v in row.items() if v is not None))
-    return rows
+    return rows, [
+        {**shared, "kill": kill, "events": events} for kill, events in enumerate(figures.get("traces", ()), 1)
+    ]
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
@@ -319,12 +326,13 @@ def check_output(out: Path, truth: pl.DataFrame, contender: str) -> None:
 class Feeder(threading.Thread):
     """Puts files where the contender looks for them: all of the load at once, then one in each ``FEED_S``.
 
-    A file appears whole, as a hard link. What a contender has not taken yet waits for it.
+    A file appears whole, as a hard link. ``taken`` says how many of those after the load the contender has processed.
     """
 
     def __init__(self, pool: Path, into: Path) -> None:
         super().__init__(name="feeder", daemon=True)
         self.pool, self.into = pool, into
+        self.taken: Callable[[], int] = lambda: self.fed
         self.beats = sorted(pool.glob("beat-*.parquet"))
         self.fed = 0
         self._over = threading.Event()
@@ -340,9 +348,10 @@ class Feeder(threading.Thread):
     def run(self) -> None:
         due = time.monotonic()
         while not self._over.wait(max(0.0, due - time.monotonic())):
-            os.link(self.beats[self.fed % len(self.beats)], self.into / f"z-{self.fed:06d}.parquet")
-            self.fed += 1
-            due += FEED_S
+            due = max(due + FEED_S, time.monotonic())
+            if self.fed - self.taken() < AHEAD_FILES:
+                os.link(self.beats[self.fed % len(self.beats)], self.into / f"z-{self.fed:06d}.parquet")
+                self.fed += 1
 
     def stop(self) -> None:
         self._over.set()
@@ -362,6 +371,13 @@ def executors() -> dict[str, psutil.Process]:
                 # The launcher's own JVM has the same words in a longer line before it becomes the executor.
                 found[line[line.index("--executor-id") + 1]] = process
     return found
+
+
+def choose_victims(alive: Sequence[str], owners: Sequence[str], count: int, rng: np.random.Generator) -> list[str]:
+    """So many of those alive by chance, one of them surely with slices: who has none is not missed."""
+    first = str(rng.choice(owners))
+    others = [node for node in alive if node != first]
+    return [first, *(str(node) for node in rng.permutation(others)[: count - 1])]
 
 
 def kill(victims: Sequence[psutil.Process]) -> float:
@@ -388,6 +404,14 @@ def wait_for(condition: Callable[[], bool], seconds_max: float, what: str = "") 
 # --- Penstock -----------------------------------------------------------------------------------------------------
 
 
+def told(entry: Mapping[str, Any], at: float) -> str:
+    """An entry as a line of text: seconds from ``at``, what, and what there is to say about it."""
+    numbers = {name: f"{entry[name]:.0f} ms" for name in ("load_ms", "busy_ms") if entry.get(name)}
+    more = {name: entry[name] for name in ("stage", "epoch", "attempt", "rebuilt", "missing") if entry.get(name)}
+    said = ", ".join(f"{name.removesuffix('_ms')} {value}" for name, value in {**more, **numbers}.items())
+    return f"{entry['at'] - at:+.3f} {entry['what']}: {said}. {str(entry.get('reason') or '')[:160]}".rstrip(" .:")
+
+
 class Trace:
     """The record of what the controller is told and what it orders, kept beside the runtime's own work."""
 
@@ -410,12 +434,9 @@ class Trace:
             self.entries.append(self._entry(what, command))
         self._execute(command)
 
-    def tell(self, at: float) -> None:
-        """Into the contender's log: what happened around ``at``."""
-        for entry in list(self.entries):
-            if entry["at"] > at - 1.0:
-                shown = {k: v for k, v in entry.items() if k not in ("at", "what") and v}
-                common.note(f"  {entry['at'] - at:+.3f} {entry['what']} {shown}"[:400])
+    def around(self, at: float) -> list[str]:
+        """What happened from a second before ``at`` until now, one line each."""
+        return [told(entry, at) for entry in list(self.entries) if entry["at"] > at - 1.0]
 
     def _entry(self, what: str, item: Any) -> dict[str, Any]:
         # An event is stamped where it happens; that it waited in the queue is part of what we measure.
@@ -428,7 +449,7 @@ class Trace:
             entry["missing"] = any(report.missing for report in reports)
             rebuilt: Counter[str] = Counter()
             for report in reports:
-                rebuilt.update(getattr(report, "rebuilt", None) or {})
+                rebuilt.update(report.rebuilt)
             entry["rebuilt"] = dict(rebuilt)
             if item.stage == OPERATOR:
                 self.homes.update({report.index: report.node for report in reports if report.state_rows})
@@ -447,40 +468,44 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
     totals = source.key_by(KEY).aggregate(OPERATOR, **{COUNT: ps.count(), SUM: ps.sum("amount")})
     # Structured Streaming's Parquet writer leaves it to the system when files reach the disk.
     totals.sink("out", ps.parquet(str(work / "out"), durable=False))
-    settings = {"backups": args["backups"]} if _has_backups() else {}
     config = ps.Config(
         master=f"local-cluster[{args['executors']},1,{EXECUTOR_MB}]",
         epoch_rows=FILE_ROWS * BATCH_FILES,
         checkpoint=str(work / "checkpoint"),
         checkpoint_interval_s=args["interval_s"],
+        backups=args["backups"],
         spark=_spark_settings(work),
-        **settings,
     )
     job = start(flow, engine="spark", config=config)
     wait_for(lambda: job.status().phase in ("running", "failed"), SETTLE_S_MAX, "the job runs")
     trace = Trace(job._runtime)
     wait_for(_watch(job, lambda: job.status().rows >= args["keys"]), RUN_S_MAX / 2, "the state is loaded")
-    state = job.status()
+    feeder.taken = lambda: (job.status().rows - args["keys"]) // FILE_ROWS
     feeder.start()
     rng = np.random.default_rng([7, args["seed"]])
-    kills = []
+    kills: list[Figures] = []
+    traces: list[list[str]] = []
     for number, count in enumerate(args["kills"]):
         _settle_penstock(job, trace, args, feeder)
         # Kills of one kind are spread evenly over the time from one checkpoint to the next.
         same = [n for n, c in enumerate(args["kills"]) if c == count]
         phase = (same.index(number) + 0.5) / len(same)
         _after_checkpoint(trace, phase * args["interval_s"])
+        if not kills:  # by now a checkpoint has made what undoes the load superfluous
+            state = job.status()
         alive = executors()
         owners = sorted(set(trace.homes.values()) & alive.keys())
-        victims = [alive[node] for node in rng.permutation(owners)[:count]]
+        victims = [alive[node] for node in choose_victims(sorted(alive), owners, count, rng)]
         common.note(f"kill {count} of {sorted(alive)}, slices are on {dict(Counter(trace.homes.values()))}")
+        stands = {"nodes_used": len(owners), "backed": common.rounded(_share_current(job))}
         at = kill(victims)
         try:
             wait_for(_watch(job, partial(_output_is_new, at, trace)), SETTLE_S_MAX, "there is new output")
         finally:
-            trace.tell(at)
+            common.note("\n".join(trace.around(at)))
         figures = penstock_kill(at, list(trace.entries))
-        kills.append({"kills": count, "phase_s": round(phase * args["interval_s"], 2), **figures})
+        kills.append({"kills": count, "phase_s": round(phase * args["interval_s"], 2), **stands, **figures})
+        traces.append(trace.around(at))
         common.note(str(kills[-1]))
     feeder.stop()
     rows = args["keys"] + feeder.fed * FILE_ROWS
@@ -489,17 +514,12 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
     job.stop()
     yield {
         "kills": kills,
+        "traces": traces,
         "fed": feeder.fed,
         "state_bytes": state.state_bytes,
         "state_rows": state.state_rows,
         "batch_ms_p50": common.rounded(statistics.median(history)) if history else None,
     }
-
-
-def _has_backups() -> bool:
-    from penstock.config import Config
-
-    return any(setting.name == "backups" for setting in dataclasses.fields(Config))
 
 
 def _spark_settings(work: Path) -> dict[str, str]:
@@ -531,11 +551,20 @@ def _output_is_new(at: float, trace: Trace) -> bool:
 
 
 def _settle_penstock(job: Any, trace: Trace, args: dict[str, Any], feeder: Feeder) -> None:
-    """All executors are there, slices on all of them if that is to be, nothing waits, and a checkpoint is whole."""
+    """All executors are there, slices and backups spread over them again, and what had piled up is gone.
+
+    What does not come to rest in time is left as it is, and told in the row of the kill: ``nodes_used``, ``backed``.
+    """
     wait_for(lambda: len(executors()) == args["executors"], SETTLE_S_MAX, "all executors are back")
     wait_for(_watch(job, lambda: len(set(trace.homes.values())) == args["executors"]), SPREAD_S_MAX)
-    caught_up = lambda: job.status().rows >= args["keys"] + (feeder.fed - 3) * FILE_ROWS  # noqa: E731
-    wait_for(_watch(job, caught_up), SETTLE_S_MAX, "what had piled up is processed")
+    wait_for(_watch(job, lambda: not job.status().moves and _share_current(job) == 1.0), SPREAD_S_MAX)
+    wait_for(_watch(job, lambda: feeder.fed - feeder.taken() <= 3), SPREAD_S_MAX)
+
+
+def _share_current(job: Any) -> float:
+    """The share of slices that have all the backups they should have; 1 without backups."""
+    backups = job.status().backups
+    return float(backups["slices_current"] / backups["slices_total"]) if backups else 1.0
 
 
 def _after_checkpoint(trace: Trace, seconds: float) -> None:
@@ -576,6 +605,8 @@ def structured_rocksdb(args: dict[str, Any]) -> Iterator[Figures]:
     query.processAllAvailable()
     state = query.lastProgress["stateOperators"][0]
     loaded = len(done)
+    intake = Intake(query)
+    feeder.taken = lambda: intake.rows() // FILE_ROWS
     feeder.start()
     rng = np.random.default_rng([7, args["seed"]])
     kills = []
@@ -616,6 +647,7 @@ def _structured_session(args: dict[str, Any]) -> Any:
         "spark.log.level": "ERROR",
         "spark.sql.shuffle.partitions": str(args["executors"]),
         "spark.sql.adaptive.enabled": "false",
+        "spark.sql.streaming.numRecentProgressUpdates": "20",  # they are read twice a second
     }
     builder: Any = SparkSession.builder
     builder = builder.master(f"local-cluster[{args['executors']},1,{EXECUTOR_MB}]").appName("recovery")
@@ -624,17 +656,29 @@ def _structured_session(args: dict[str, Any]) -> Any:
     return builder.getOrCreate()
 
 
+class Intake:
+    """Rows of all batches since this was made, by the query's own record, which keeps the last few."""
+
+    def __init__(self, query: Any) -> None:
+        self.query = query
+        self.seen = int(query.lastProgress["batchId"])
+        self.total = 0
+
+    def rows(self) -> int:
+        for progress in self.query.recentProgress:
+            if progress["batchId"] > self.seen and progress["numInputRows"]:
+                self.seen = int(progress["batchId"])
+                self.total += int(progress["numInputRows"])
+        return self.total
+
+
 def _settle_structured(
     query: Any, done: list[tuple[float, int]], begun: list[tuple[float, int]], feeder: Feeder
 ) -> None:
-    """It has caught up, and then a batch has just begun: so its tasks meet the loss."""
-    seen = feeder.fed
-
-    def caught_up() -> bool:
-        progress = query.lastProgress
-        return _alive(query) and feeder.fed > seen + 2 and progress["numInputRows"] <= 3 * FILE_ROWS
-
-    wait_for(caught_up, SETTLE_S_MAX * 2, "what had piled up is processed")
+    """What had piled up is gone, and then a batch has just begun: so its tasks meet the loss."""
+    first = len(done)
+    wait_for(lambda: _alive(query) and len(done) >= first + 2, SETTLE_S_MAX, "two more batches are out")
+    wait_for(lambda: _alive(query) and feeder.fed - feeder.taken() <= 3, SPREAD_S_MAX)
     last = len(begun)
     wait_for(lambda: _alive(query) and len(begun) > last, SETTLE_S_MAX, "a batch begins")
 

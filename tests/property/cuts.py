@@ -53,6 +53,8 @@ class Cut:
     in_flight: int
     rescales: tuple[tuple[int, int], ...]
     """(after this epoch, to so many instances)"""
+    moves: str = "live"
+    """live: slices move while epochs run, so that a rescale may be halfway when the input ends; stop: all at once"""
 
 
 def some_cut(r: random.Random, count: int) -> Cut:
@@ -67,6 +69,7 @@ def some_cut(r: random.Random, count: int) -> Cut:
         r.choice([0.0, 0.0, 3600.0]),
         r.randint(1, 3),
         tuple((r.randint(1, 4), r.randint(1, most)) for _ in range(r.randint(0, 2))),
+        r.choice(["live", "stop"]),
     )
 
 
@@ -78,6 +81,7 @@ def run(build: Callable[[ps.Source], ps.Flow], frame: pl.DataFrame, cut: Cut, ke
         slices=cut.slices,
         checkpoint_interval_s=cut.checkpoint_s,
         epochs_in_flight=cut.in_flight,
+        moves=cut.moves,
     )
     held: list[Job] = []
     ready = threading.Event()

@@ -26,6 +26,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> list[Driver]:
             lives.append(self)
 
     monkeypatch.setattr(world, "Driver", Kept)
+    monkeypatch.setattr(world, "JOURNAL_EVERY", 1)
     monkeypatch.setenv("POLARS_MAX_THREADS", "1")
     return lives
 

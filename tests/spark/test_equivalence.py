@@ -1,5 +1,6 @@
 """Random flows and inputs, rescaled on the way: Spark's output is the local engine's, row for row, epoch by epoch.
 
+A rescale happens at once (``moves="stop"``), or begins in the middle and goes on while epochs run, to its end or not.
 A seed is a flow, its input, its cut into epochs and its rescales. ``PENSTOCK_SEEDS=50`` tries more of them;
 ``PENSTOCK_SEEDS=17-17`` tries one again.
 """
@@ -65,13 +66,13 @@ def some_cut(r: random.Random, count: int, epochs: int) -> list[int]:
 class Made:
     """A flow made of a seed, with a sink in memory at every end."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, epochs: tuple[int, int] = (2, 4)) -> None:
         self.random = r = random.Random(seed)
         self.flow = ps.Flow(f"seed-{seed}")
         self.sinks: dict[str, MemorySink] = {}
         self.keyed: list[str] = []
         self.number = 0
-        self.epochs = r.randint(2, 4)
+        self.epochs = r.randint(*epochs)
         stream = self.source("in")
         if r.random() < 0.3:
             stream = stream.union(self.id("union"), self.source("also"))
@@ -183,7 +184,8 @@ def run(flow: ps.Flow, engine: str, rescales: dict[int, dict[str, int]], **setti
                 held[0].rescale(stage, instances)
             controller = held[0]._runtime.controller
             assert controller is not None
-            while len(controller.rescales) < len(wanted):  # the new processes are up: it happens after this epoch
+            stop = settings["moves"] == "stop"
+            while stop and len(controller.rescales) < len(wanted):  # processes are up: it happens after this epoch
                 patience.wait(0.001)
 
     config = ps.Config(master="local[2]", slices=8, **settings)
@@ -203,7 +205,8 @@ def test_spark_gives_what_the_local_engine_gives(seed: int, session: Any) -> Non
         stages = [*made.keyed, "in"]
         rescales = {r.randint(1, made.epochs - 1): {r.choice(stages): r.randint(1, 3)}}
         interval = r.choice([0.0, 3600.0])
-        job = run(made.flow, engine, rescales, instances=r.randint(1, 2), checkpoint_interval_s=interval)
+        settings = {"instances": r.randint(1, 2), "checkpoint_interval_s": interval, "moves": "stop"}
+        job = run(made.flow, engine, rescales, **settings)
         assert job.status().recoveries == 0
         assert job.status().routing_version > 1
         outcomes.append((outcome(made.sinks), job.status().late, job.status().rows))
@@ -220,8 +223,27 @@ def test_from_one_container_to_eight_and_back(session: Any) -> None:
         source = flow.source("in", rows(some_rows(r, 300), epochs=[60] * 5))
         source.key_by("k", "g").aggregate("count", n=ps.count(), s=ps.sum("x")).sink("out", sink)
         rescales = {1: {"count": 8}, 2: {"count": 3}, 3: {"count": 5, "in": 3}}
-        job = run(flow, engine, rescales, instances=1, epochs_in_flight=1, checkpoint_interval_s=3600.0)
+        settings = {"instances": 1, "epochs_in_flight": 1, "checkpoint_interval_s": 3600.0, "moves": "stop"}
+        job = run(flow, engine, rescales, **settings)
         assert job.status().recoveries == 0
         assert [h["instances"]["count"] for h in job.status().history] == [1, 8, 3, 5, 5, 5]
         outcomes.append(outcome({"out": sink}))
+    assert outcomes[1] == outcomes[0]
+
+
+@pytest.mark.parametrize("seed", seeds()[:3])
+def test_slices_that_move_while_epochs_run_do_not_show(seed: int, session: Any) -> None:
+    """The local engine runs undisturbed; Spark rescales every stage, up and down, as far as it gets."""
+    outcomes = []
+    for engine in ("local", "spark"):
+        made = Made(seed + 500, epochs=(8, 12))
+        r = random.Random(seed + 2_000)
+        rescales = {1: {s: r.randint(3, 4) for s in made.keyed}, 5: {s: r.randint(1, 2) for s in made.keyed}}
+        settings: dict[str, Any] = {"instances": 2, "checkpoint_interval_s": r.choice([0.0, 3600.0]), "moves": "live"}
+        job = run(made.flow, engine, rescales if engine == "spark" else {}, **settings)
+        assert job.status().recoveries == 0
+        outcomes.append((outcome(made.sinks), job.status().late, job.status().rows))
+    controller = job._runtime.controller
+    assert controller is not None
+    assert any(e.outcome == "done" for e in controller.migration.ended), "some moves came to their end"
     assert outcomes[1] == outcomes[0]

@@ -63,6 +63,19 @@ def outputs(out):
     return {s: ps.read_output(out / s).sort(pl.all()) for s in "ab"}
 
 
+def workers_left():
+    found = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs([p for p in found if p.is_running() and named_python(p)], timeout=20)
+    return [p.pid for p in alive]
+
+
+def named_python(process):
+    try:
+        return process.name().startswith("python")
+    except psutil.Error:
+        return False  # it ended while we looked
+
+
 def main():
     settings = dict(instances=2, slices=8, epoch_rows=300, checkpoint_interval_s=0.0)
     ps.run_local(build(place / "local"), **settings)
@@ -109,7 +122,7 @@ def main():
         "after": {c: sorted(set(p)) for c, p in after.items()},
         "loads": loads,
         "missing": missing,
-        "left": [p.name() for p in psutil.Process().children(recursive=True) if p.name().startswith("python")],
+        "left": workers_left(),
     }), flush=True)
 
 

@@ -718,6 +718,15 @@ def test_a_kill_is_over_with_the_first_output_that_is_new() -> None:
     }
 
 
+def test_the_record_of_a_kill_is_told_in_lines() -> None:
+    lines = [recovery.told(entry, 100.0) for entry in _trace()]
+    assert lines[0] == "-1.000 EpochPublished: epoch 5, attempt 1" and lines[3] == "+0.300 NodesChanged"
+    done = "+1.500 StageDone: stage totals, epoch 5, attempt 2, rebuilt {'backup': 3, 'durable': 1}, load 400 ms"
+    assert lines[7] == done
+    failed = {"at": 1.0, "what": "StageFailed", "stage": "in", "reason": "lost"}
+    assert recovery.told(failed, 0.5) == "+0.500 StageFailed: stage in. lost"
+
+
 def test_an_epoch_that_was_done_before_the_loss_was_seen_is_no_recovery() -> None:
     trace = [entry for entry in _trace() if entry["at"] < 101.8]
     with pytest.raises(EngineError, match="no new output"):  # 6 came after the kill, of the old attempt
@@ -732,6 +741,13 @@ def test_a_second_failure_belongs_to_the_same_kill() -> None:
     ]
     found = recovery.penstock_kill(100.0, [*(entry for entry in _trace() if entry["at"] < 101.55), *again])
     assert (found["to_next_output_s"], found["attempts"], found["repeated_epochs"]) == (4.0, 2, 0)
+
+
+def test_victims_differ_and_one_of_them_has_slices() -> None:
+    for seed in range(20):
+        found = recovery.choose_victims(["1", "2", "3", "4"], ["3"], 3, np.random.default_rng(seed))
+        assert len(set(found)) == 3 and found[0] == "3" and set(found) <= {"1", "2", "3", "4"}
+    assert recovery.choose_victims(["1"], ["1"], 1, np.random.default_rng(0)) == ["1"]
 
 
 def test_structured_streamings_next_batch() -> None:

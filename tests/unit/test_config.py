@@ -111,7 +111,7 @@ def test_unknown_names_get_the_nearest_one() -> None:
     error = refused(None, {"slicess": 3})
     assert error.message == 'there is no setting "slicess".'
     assert error.remedy == 'Did you mean "slices"?'
-    assert "Settings are: checkpoint," in refused(None, {"zzzzzz": 3}).remedy
+    assert "Settings are: backup_memory_mb," in refused(None, {"zzzzzz": 3}).remedy
 
 
 def test_errors_name_the_file_and_the_key() -> None:

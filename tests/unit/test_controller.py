@@ -549,19 +549,20 @@ def test_recovery_before_any_checkpoint_starts_from_nothing() -> None:
     assert one(again, RunStage).checkpoint == 0
 
 
-def test_what_was_published_is_published_again_under_the_new_attempt() -> None:
-    """The sinks drop it: they are idempotent by epoch."""
+def test_what_was_published_is_run_again_and_not_published_again() -> None:
+    """It runs for the state it leaves; the sinks have its output."""
     d = Driver(epochs_in_flight=1)
     d.start()
     d.whole_epoch(1)
     d.plan(2)
     d.log(2)
-    d.failed(2, IN)
+    assert one(d.failed(2, IN), RunStage).quiet
     d.done(1, IN, attempt=2)
     d.done(1, COUNT, attempt=2)
-    assert brief(d.done(1, WIN, attempt=2)) == [("PublishEpoch", 1)]
+    again = d.done(1, WIN, attempt=2)
+    assert brief(again) == [("ReleaseEpoch", 1), ("run", IN, 2)]
+    assert not one(again, RunStage).quiet, "nobody has seen epoch 2"
     assert d.controller.published == 1
-    assert brief(d.published(1, attempt=2)) == [("ReleaseEpoch", 1), ("run", IN, 2)]
 
 
 def test_lost_state_is_a_failure() -> None:
@@ -604,6 +605,27 @@ def test_a_delta_that_cannot_be_had_any_more_is_a_failure() -> None:
     d.step(NothingNew(0.0, Epoch(2)))
     assert brief(d.flushed(1, missing=True)) == [("CancelAll", 2), ("run", IN, 1)]
     assert d.controller.stopping, "it still ends once that is mended"
+
+
+def test_a_checkpoint_that_was_being_written_when_work_failed_counts() -> None:
+    """It is in the store: garbage is collected by it, and a restart would begin from it."""
+    d = Driver(epochs_in_flight=2, checkpoint_interval_s=0.0)
+    d.start()
+    d.plan(1)
+    d.log(1)
+    d.plan(2)
+    d.log(2)
+    d.done(1, IN)
+    d.done(1, COUNT, sealed=1)
+    d.done(1, WIN, sealed=1)
+    assert brief(d.published(1)) == [("ReleaseEpoch", 1), ("WriteManifest", 1), ("PlanEpoch", 3)]
+    d.failed(2, IN)
+    assert d.controller.phase == "recovering"
+    again = d.written(1)
+    assert brief(again) == [("CollectGarbage", 1), ("run", IN, 2)], "after it, not from the beginning"
+    assert one(again, RunStage).checkpoint == 1
+    assert d.controller.committed == 1 and list(d.controller.log) == [2]
+    assert d.written(1) == [], "once"
 
 
 def test_an_epoch_whose_log_entry_was_under_way_is_not_run_before_it_is_there() -> None:
@@ -698,9 +720,9 @@ def test_publishing_the_same_epochs_again_is_no_progress() -> None:
     d.step(NothingNew(0.0, Epoch(2)))
     for attempt in range(1, RECOVERIES_MAX + 1):
         d.flushed(1, attempt, missing=True)
-        for stage in (IN, COUNT, WIN):
+        for stage in (IN, COUNT):
             d.done(1, stage, attempt + 1)
-        assert brief(d.published(1, attempt + 1)) == [("ReleaseEpoch", 1), ("Flush", 1)]
+        assert brief(d.done(1, WIN, attempt + 1)) == [("ReleaseEpoch", 1), ("Flush", 1)]
     assert one(d.flushed(1, RECOVERIES_MAX + 1, missing=True), Fail).error.kind == "EngineError"
 
 

@@ -194,6 +194,8 @@ class Controller:
         """Logged epochs after the last checkpoint: what a recovery runs again."""
         self.in_flight: dict[Epoch, EpochRun] = {}
         self.checkpoint: Checkpoint | None = None
+        self.last_written: tuple[Attempt, Checkpoint] | None = None
+        """A failure came while this checkpoint's manifest was being written: it counts, if it gets there."""
         self.checkpoint_at = 0.0
         self.committed_clocks: dict[str, int] = {}
         self.committed_watermarks: dict[StageId, int] = {}
@@ -219,7 +221,9 @@ class Controller:
         self.nodes: dict[str, NodeInfo] = {}
         self.leaving: set[str] = set()
         self.drained: dict[str, Epoch] = {}
-        """Nodes that own nothing any more, from this epoch on."""
+        """Nodes that are to leave and own nothing any more, from this epoch on."""
+        self.released: set[str] = set()
+        """Of those, the ones given back. They are not used again, even if they take a while to go."""
         self.bad_holders: set[str] = set()
         self.suspects: set[tuple[StageId, int]] = set()
         """Containers that hung, until they answer again."""
@@ -353,6 +357,8 @@ class Controller:
                     "Look at the executors' logs; start again with the same checkpoint once the cause is gone.",
                 )
             )
+        if self.checkpoint is not None and self.checkpoint.writing:
+            self.last_written = (self.attempt, self.checkpoint)
         self.attempt = Attempt(self.attempt + 1)
         self.recovering = True
         self.phase = "recovering"
@@ -566,9 +572,18 @@ class Controller:
 
     def _manifest_written(self, event: ManifestWritten) -> list[Command]:
         self.outstanding.discard((event.attempt, event.epoch, "manifest"))
+        if self.last_written is not None and event.attempt == self.last_written[0]:
+            # Nothing of the new attempt has run yet. Whoever looks at the store sees this checkpoint, and its garbage
+            # collection goes by it: so must we.
+            (_, done), self.last_written = self.last_written, None
+            out = self._commit(done, event.now)
+            self._rewind(event.now)
+            return out
         if event.attempt != self.attempt or self.checkpoint is None or self.checkpoint.epoch != event.epoch:
             return []
-        done = self.checkpoint
+        return self._commit(self.checkpoint, event.now)
+
+    def _commit(self, done: Checkpoint, now: float) -> list[Command]:
         before = self.committed
         self.checkpoint = None
         self.committed = done.epoch
@@ -581,7 +596,7 @@ class Controller:
             new = {f.name: done.touched[f.name] for f in done.files if f.stage == info.id}
             commit = Commit(before, done.epoch, new)
             self.commits[info.id] = (*self.commits.get(info.id, ())[1 - COMMITS_KEPT :], commit)
-        self.migration.committed(done.epoch, event.now)
+        self.migration.committed(done.epoch, now)
         ends = {s: r["end"] for e in sorted(self.log) if e <= done.epoch for s, r in self.log[e]["ranges"].items()}
         self.log = {e: r for e, r in self.log.items() if e > done.epoch}
         out: list[Command] = [CollectGarbage(done.epoch, ends)]
@@ -736,7 +751,7 @@ class Controller:
         return [
             Peer(c, homes[c], self.nodes[homes[c]].zone)
             for c in range(limit)
-            if c in homes and homes[c] not in self.leaving and (stage, c) not in self.suspects
+            if homes.get(c) in self.nodes and homes[c] not in self.leaving and (stage, c) not in self.suspects
         ]
 
     def _rehold(self) -> None:
@@ -746,14 +761,11 @@ class Controller:
             owners = self.routing.owners[stage.id]
             awake = self._awake(stage.id)
             peers = [p for p in self.peers(stage.id, self.routing.instances[stage.id]) if p.container in awake]
-            peers = [p for p in peers if p.node not in self.bad_holders or p.container in owners]
             able = [p for p in peers if p.node not in self.bad_holders]
             homed = all(c in self.routing.homes for c in owners)
-            if homed and len({p.node for p in able}) > 1:
+            if homed and len({p.node for p in peers}) > 1:
                 before = self.routing.holders.get(stage.id, ())
-                found = self.policy.holders(owners, peers, self.settings.backups, before)
-                good = {p.container for p in able}
-                holders[stage.id] = tuple(tuple(c for c in held if c in good) for held in found)
+                holders[stage.id] = self.policy.holders(owners, able, self.settings.backups, before)
         if holders != dict(self.routing.holders):
             self._amend(holders=holders)
 
@@ -762,8 +774,12 @@ class Controller:
         lost, new = before - set(self.nodes), set(self.nodes) - before
         self.leaving &= set(self.nodes)
         self.bad_holders &= set(self.nodes)
-        self.drained = {n: e for n, e in self.drained.items() if n in self.nodes}
         out: list[Command] = []
+        if self.nodes and self.leaving >= set(self.nodes):
+            self.leaving.clear()
+            out.append(Tell(f"{_named(self.nodes)} stays after all: there is no other left"))
+        self.drained = {n: e for n, e in self.drained.items() if n in self.leaving}
+        self.released &= self.leaving
         if lost:
             gone = {c for c, node in self.routing.homes.items() if node in lost}
             reason = f"lost {_named(lost)}" + (f" ({event.reason})" if event.reason else "")
@@ -826,8 +842,16 @@ class Controller:
         self._house(self._working())
         self._rehold()
         if not worked and not self.outstanding:
+            self._adopt()
             return [Tell(f"{reason}; it owned nothing")]
         return [*self._recover(now, reason), *(Tell(text) for text in told)]
+
+    def _adopt(self) -> None:
+        """Epochs that have not begun hear of homes and holders that changed since they were planned."""
+        for run in self.in_flight.values():
+            same = run.routing.owners == self.routing.owners and run.routing.instances == self.routing.instances
+            if same and not run.running and not run.done:
+                run.routing = self.routing
 
     def holding(self, stage: StageId, usable: Collection[int]) -> dict[int, list[int]]:
         """slice -> containers with a copy that is current at the last checkpoint"""
@@ -853,8 +877,12 @@ class Controller:
         if not peers:
             return []
         owners = self.routing.owners[stage]
-        wanted = placement.spread(owners, peers)
-        return self._ask(stage, {s: c for s, c in enumerate(wanted) if c != owners[s]}, now, cause)
+        usable = {p.container for p in peers}
+        moving = {m.slice: m.target for m in self.migration.of(stage)}
+        # What is on its way goes on if it can: else it would be copied for nothing.
+        planned = [c if (c := moving.get(s, owner)) in usable else owner for s, owner in enumerate(owners)]
+        wanted = placement.spread(planned, peers)
+        return self._ask(stage, {s: c for s, c in enumerate(wanted) if c != owners[s] or s in moving}, now, cause)
 
     def _ask(self, stage: StageId, targets: Mapping[int, int], now: float, cause: str) -> list[Command]:
         if not self.migration.ask(stage, self.routing.owners[stage], targets, now, cause):
@@ -866,6 +894,8 @@ class Controller:
 
     def _reroute(self, epoch: Epoch, now: float) -> dict[StageId, dict[int, int]]:
         """Between two epochs: what was handed over has new owners; what is ready is handed over in this epoch."""
+        if self.recovering:
+            return {}  # all that runs again does so under one table
         # Numbers of containers stay while something is handed over: they are its address.
         for stage, wanted in list(self.resizes.items()) if not self._complete_switch() else ():
             self._resized(stage, wanted, now)
@@ -924,6 +954,8 @@ class Controller:
             self._set_routing(self.routing.resized(stage, wanted))
             self.up[stage] = {c for c in self.up[stage] if c < wanted}
             del self.resizes[stage]
+        elif not self.migration.of(stage):
+            self.respread.add(f"rescale of '{stage}' to {wanted}")  # what was on its way up must come down again
 
     def _note_peers(self, stage: StageId, reports: Sequence[TaskReport]) -> list[Command]:
         """What containers say of their copies."""
@@ -958,9 +990,9 @@ class Controller:
             busy = any(here & set(self.routing.occupied(s)) for s in self.routing.owners)
             if not busy and not self.migration and not self.handed:
                 self.drained[node] = self.next_epoch
-        going = tuple(n for n, e in self.drained.items() if n in self.leaving and self.published >= e)
+        going = tuple(n for n, e in self.drained.items() if n not in self.released and self.published >= e)
         if going:
-            self.leaving -= set(going)
+            self.released |= set(going)
             out.append(ReleaseNodes(going))
         return out
 
@@ -981,11 +1013,15 @@ class Controller:
                 self._house(self._working())
                 if self.homeless():
                     return []  # until Spark has another executor for us
+            self._adopt()
             self.recovering = False
             self.phase = "stopping" if self.stopping else "running"
         out: list[Command] = self._steer(now)
         out += self._run_stages(now)
+        before = len(self.in_flight)
         out += self._publish(now)
+        if len(self.in_flight) < before:
+            out += self._run_stages(now)  # what the sinks have already makes room at once
         out += self._quiesce(now)
         out += self._write_manifest()
         out += self._plan(now)
@@ -1057,7 +1093,9 @@ class Controller:
             return ()
         owners = run.routing.owners[stage.id]
         holders = run.routing.holders.get(stage.id, ((),) * len(owners))
-        targets = {s: c for s, c in self.migration.targets(stage.id).items() if c < run.routing.instances[stage.id]}
+        # An epoch that began before a target had a node cannot reach it.
+        usable = {c for c in range(run.routing.instances[stage.id]) if c in run.routing.homes}
+        targets = {s: c for s, c in self.migration.targets(stage.id).items() if c in usable}
         copies = tuple(
             tuple(sorted({*held, *([targets[s]] if s in targets else [])} - {owners[s]}))
             for s, held in enumerate(holders)
@@ -1178,6 +1216,7 @@ class Controller:
             previous = self.in_flight.get(Epoch(epoch - 1))
             for stage in (*run.running, *run.done):
                 assert previous is None or stage in previous.done, f"'{stage}' of {epoch} overtook {epoch - 1}"
+        assert self.switching is None or self.checkpoint is None, "a checkpoint is open while slices change hands"
         assert all(e > self.committed for e in self.log), "the log keeps epochs that a checkpoint covers"
 
 

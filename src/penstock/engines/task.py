@@ -64,6 +64,8 @@ FLUSH_WAIT_S = 1.0
 DEAD_LETTERS_MAX = 10_000
 """Kept of each task and epoch when the flow has no sink for them; all are counted."""
 MANIFEST_NAME = "manifests/{:012d}.json"
+FEW_ROWS = 1024
+"""Up to here the fixed price of a query is more than that of taking rows by number."""
 PEERS = "@peers"
 """Origin of what containers of one stage send to each other."""
 PIECE, HANDOVER = 0, 1
@@ -593,13 +595,14 @@ class Worker:
             report.time_max[here] = max(prepared.time_max, report.time_max.get(here, NEVER))
         report.late[edge.downstream] = report.late.get(edge.downstream, 0) + prepared.late
         self._set_aside(prepared.dead, spec, context)
-        rows = prepared.frame.drop(PUNCTUATION, strict=False)
-        floats = [k for k in operator.key if rows.schema[k].is_float()]
+        rows = prepared.frame.drop(PUNCTUATION) if PUNCTUATION in prepared.frame.columns else prepared.frame
+        schema = rows.schema
+        floats = [k for k in operator.key if schema[k].is_float()]
         if floats:  # -0.0 and 0.0 are one key: whichever came first must not show
             rows = rows.with_columns(one_zero(pl.col(k)).alias(k) for k in floats)
         report.rows_out += rows.height
         hashes = hash_columns(rows, operator.key)
-        rows = rows.with_columns(pl.Series(HASH, hashes, dtype=pl.UInt64))
+        rows = rows.hstack([pl.Series(HASH, hashes, dtype=pl.UInt64)])
         return split_by_owner(rows, hashes, spec.slices, spec.owners[edge.downstream], spec.instances[edge.downstream])
 
     @staticmethod
@@ -699,6 +702,8 @@ def split_by_owner(
     if instances == 1:
         return [rows]
     owner = np.asarray(owners, dtype=np.int32)[slice_of(hashes, slices)]
+    if rows.height <= FEW_ROWS:
+        return [rows[np.flatnonzero(owner == c)] for c in range(instances)]
     return [rows.filter(pl.Series(owner == c)) for c in range(instances)]
 
 

@@ -355,7 +355,9 @@ class KeyedTable:
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _conform(self, keys: pl.DataFrame) -> pl.DataFrame:
-        keys = keys.select(self.spec.key.names())
+        names = self.spec.key.names()
+        if keys.columns != names:  # column by column: a select would go through the query engine
+            keys = pl.DataFrame([keys.get_column(name) for name in names])
         return keys if keys.schema == self.spec.key else keys.cast(self.spec.key)
 
     def distinct(self, rows: Rows) -> Rows:

@@ -216,6 +216,10 @@ class Progress:
     def on_error(self, message: str) -> None:
         raise Violation(self.name, f"the job failed after the last fault: {message}")
 
+    def on_recovery(self, cause: str) -> None:
+        """Called when nothing was there to fail."""
+        raise Violation(self.name, f"everything since the checkpoint runs again, and nobody knows why: {cause}")
+
 
 @dataclass
 class Checkers:

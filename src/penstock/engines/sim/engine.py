@@ -36,7 +36,7 @@ from penstock.control.routing import RoutingTable
 from penstock.engines.keeper import Keeper
 from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.protocol import Post
-from penstock.engines.sim.checkers import Checkers
+from penstock.engines.sim.checkers import Checkers, Violation
 from penstock.engines.sim.faults import Faults
 from penstock.engines.sim.outside import Outside
 from penstock.engines.sim.schedule import Schedule, SimPool
@@ -363,6 +363,8 @@ class SimEngine:
         if not specs:
             self._complete(job)
         for spec in specs:
+            if spec.split is None and spec.index not in homes and c.plan.by_id[StageId(spec.stage)].source is None:
+                raise Violation("sound", f"container {spec.index} of '{spec.stage}' has work, and no node to do it on")
             node = self._node(homes, spec.index)
             if node is None:
                 self._fail(job, f"the node of '{spec.stage}' {spec.index} is lost", c.random.uniform(0.02, 0.5))

@@ -76,7 +76,12 @@ def run_undisturbed(
     runtime = Runtime(
         plan,
         Config(
-            slices=scenario.slices, instances=1, epochs_in_flight=1, checkpoint_interval_s=86_400, epoch_rows=1_000_000
+            slices=scenario.slices,
+            instances=1,
+            epochs_in_flight=1,
+            checkpoint_interval_s=86_400,
+            epoch_rows=1_000_000,
+            journal_mb=0,
         ),
         store,
         engine,

@@ -27,14 +27,20 @@ from penstock.control.events import (
     Event,
     LeaveRequested,
     MoveRequested,
+    NodesChanged,
     PublishEpoch,
     RebalanceRequested,
+    ReleaseNodes,
     RescaleRequested,
     RunStage,
     StageDone,
     StageFailed,
     StopRequested,
+    Stuck,
+    Tell,
     Tick,
+    WarmedUp,
+    WarmUp,
 )
 from penstock.engines.protocol import Engine
 from penstock.engines.runtime import LOG_NAME, Runtime
@@ -57,10 +63,16 @@ HEALED_S_MAX = 120.0
 AFTERMATH_S = 5.0
 """The last faults may be noticed so much later."""
 TICK_S = 0.1
+JOURNAL_EVERY = 8
+"""One seed in so many keeps the drivers' journals: they cost a tenth of its time."""
 NO_FAULTS = Faults()
 GAVE_UP = "made no progress"
 """In the error of a job that failed too often in a row: a fair end while faults go on."""
 WALL_MS = 1_700_000_000_000
+HARMLESS = {"driver_crash_s", "clock_jump_s", "store_away_s", "rescale_s", "stop_s", "dies_in_write", "dies_at_step"}
+HARMLESS |= {"delete_fails", "commit_fails", "commit_unsure", "torn", "duplicate", "spill_fails", "move_s", "zombie"}
+HARMLESS |= {"slow_node", "slow_write", "slow_answer"}
+"""Faults of which no running work fails: the driver may die of them, but whoever is alive has no reason to go back."""
 
 
 class Driver(Runtime):
@@ -258,6 +270,18 @@ class World:
                 return
             case StageDone() | StageFailed():
                 detail = f" '{event.stage}' of epoch {event.epoch} (attempt {event.attempt})"
+            case NodesChanged():
+                detail = f": {', '.join(n.name for n in event.nodes) or 'none'}"
+            case MoveRequested():
+                detail = f": slices {event.targets} of '{event.stage}'"
+            case RescaleRequested():
+                detail = f": '{event.stage}' to {event.instances}"
+            case LeaveRequested():
+                detail = f": {', '.join(event.nodes)}"
+            case WarmedUp():
+                detail = f": {event.containers} of '{event.stage}'"
+            case Stuck():
+                detail = f": {event.containers} of '{event.stage}' in epoch {event.epoch} (attempt {event.attempt})"
             case EpochPublished():
                 detail = f" {event.epoch}"
                 self.checkers.exactly_once.on_published(event.epoch)
@@ -273,13 +297,30 @@ class World:
             case RunStage():
                 detail = f" '{command.stage}' of epoch {command.epoch} (attempt {command.attempt})"
                 detail += f" from checkpoint {command.checkpoint}" + (", sealing" if command.seal else "")
+                detail += f", on {command.containers}" if command.containers else ""
+                detail += f", handing over {command.handover}" if command.handover else ""
             case CancelAll():
                 self.recoveries += 1
                 self.checkers.bounded_growth.on_failure()
                 detail = f": attempt {command.attempt}"
+                if self._calm() and self.driver is not None and self.driver.error is None:
+                    self.checkers.progress.on_recovery(command.cause)
+            case ReleaseNodes():
+                detail = f": {', '.join(command.nodes)}"
+            case WarmUp():
+                detail = f": {command.containers} of '{command.stage}'"
+            case Tell():
+                detail = f": {command.text}"
             case _:
                 detail = f" {command.epoch}" if hasattr(command, "epoch") else ""
         self.tell("command", f"{type(command).__name__}{detail} <- {command.cause}")
+
+    def _calm(self) -> bool:
+        """Is there nothing that a running job could fail of?"""
+        if self.faults.leave_s:  # a node that is let go takes with it what it did for others
+            return False
+        over = self.healed_at is not None and self.schedule.now > self.healed_at + AFTERMATH_S
+        return over or set(self.faults.kinds()) <= HARMLESS
 
     # -- the driver's life ---------------------------------------------------------------------------------------------
 
@@ -293,6 +334,8 @@ class World:
         config = self.scenario.config(self.random)
         if self.faults.torn:  # there must be an older checkpoint to go back to
             config = config.replace(checkpoint_interval_s=0.1, manifests_kept=config.manifests_kept + 1)
+        if self.seed % JOURNAL_EVERY:
+            config = config.replace(journal_mb=0)
         settings = f"instances {config.instances}, {config.epochs_in_flight} in flight"
         self.tell(
             "world", f"driver {self.starts} starts: {settings}, a checkpoint every {config.checkpoint_interval_s} s"

@@ -53,6 +53,8 @@ DRIVER = "driver"
 """The one node of local mode."""
 EXECUTORS_WAIT_S = 60.0
 WATCH_S = 0.05
+START_S = 120.0
+"""A process that is being started may take so long before it counts as hung."""
 LOSS_NOTICED_S = 0.5
 """What fails because of a dead executor may fail so much before Spark tells of its death."""
 ONE_THREAD = {
@@ -89,7 +91,8 @@ class Running:
     """A job under way."""
 
     began: float
-    containers: set[int]
+    slots: dict[int, str]
+    """container -> node"""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -132,6 +135,8 @@ class SparkEngine:
         self.executors: dict[str, tuple[str, int]] = {}
         """node -> host and cores; none in local mode"""
         self.jobs: dict[tuple[int, str, int], Running] = {}
+        self.seen: set[tuple[str, int, str]] = set()
+        """Slots that have answered: stage, container, node."""
         self.over = threading.Event()
         self.watcher: threading.Thread | None = None
         self.attempt = -1
@@ -207,6 +212,19 @@ class SparkEngine:
         self.pool.shutdown(wait=True, cancel_futures=True)
         if self.session is not None and self.owned:
             self.session.stop()
+        elif self.session is not None:
+            self._end_slots()
+
+    def _end_slots(self) -> None:
+        """The session goes on without us: our containers' processes should not."""
+        try:
+            self.jvm.job_group(f"{self.group}-end", "end", msgspec.json.encode(JobSpec("end", {}, {})).decode())
+            slots = [key for key in self.slots if self.plan.by_id[StageId(key[0])].stateful]
+            tasks = [self._alone(*key) for key in slots if key[2] == DRIVER or key[2] in self.executors]
+            if tasks:
+                self.jvm.union(tasks).count()
+        except Exception as error:  # they end by themselves after a while
+            self.notices.append(f"ending the containers' processes failed: {private.short_reason(error)}")
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -254,12 +272,13 @@ class SparkEngine:
         now = time.monotonic()
         with self.lock:
             old = [(key, job) for key, job in self.jobs.items() if now - job.began > self.config.hang_s]
-            for _, job in old:
-                job.began = now  # said once; again if it goes on
         for (epoch, stage, attempt), job in old:
-            silent = job.containers - self._reported(stage, epoch, attempt)
-            containers = tuple(sorted(silent))
-            self.post(Stuck(now, StageId(stage), Epoch(epoch), Attempt(attempt), containers, self.config.hang_s))
+            silent = set(job.slots) - self._reported(stage, epoch, attempt)
+            if any((stage, i, job.slots[i]) not in self.seen for i in silent) and now - job.began < START_S:
+                continue  # a process that is being started
+            job.began = now  # said once; again if it goes on
+            names = StageId(stage), Epoch(epoch), Attempt(attempt)
+            self.post(Stuck(now, *names, tuple(sorted(silent)), self.config.hang_s))
 
     # -- placement -------------------------------------------------------------------------------------------------
 
@@ -395,10 +414,9 @@ class SparkEngine:
         specs = task_specs(command, self.plan, routing, splits, self.on_error)
         job = JobSpec("run", {command.stage: specs[0]}, offsets, splits)
         self.jvm.job_group(self.group, f"stage-{stage.index}", msgspec.json.encode(job).decode())
+        slots = {s.index: self._node(routing.homes, s.index) for s in specs}
         with self.lock:
-            self.jobs[command.epoch, command.stage, command.attempt] = Running(
-                time.monotonic(), {s.index for s in specs}
-            )
+            self.jobs[command.epoch, command.stage, command.attempt] = Running(time.monotonic(), slots)
         tasks = self._tasks(stage, command, [s.index for s in specs], routing, offsets)
         if stage.outs or command.sends:
             shuffled = self.jvm.shuffle(tasks, partitions)
@@ -408,6 +426,7 @@ class SparkEngine:
         else:
             tasks.count()
         reports = self._collect(command.stage, command.epoch, command.attempt, len(specs))
+        self.seen |= {(stage.id, i, node) for i, node in slots.items()}
         elapsed = (time.monotonic() - began) * 1000
         return StageDone(time.monotonic(), command.epoch, command.stage, command.attempt, reports, elapsed)
 

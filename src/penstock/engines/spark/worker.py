@@ -8,6 +8,7 @@ local property of the job; the closure never changes, so that it is pickled once
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from pyspark.accumulators import Accumulator, AccumulatorParam
 from penstock.connectors.spill import open_spill
 from penstock.control.events import TaskReport
 from penstock.engines.keeper import Keeper
+from penstock.engines.spark import slots
 from penstock.engines.task import TaskSpec, Worker, read_manifest
 from penstock.state.store import Store
 
@@ -129,6 +131,9 @@ class SlotTask:
         job = _decode(context.getLocalProperty("penstock.spec") or "")
         if job.mode == "warm":
             self.worker()
+            return
+        if job.mode == "end":
+            os.environ[slots.IDLE] = "0"
             return
         spec = msgspec.structs.replace(job.specs[self.stage], index=self.index)
         # Elements of a placement RDD are empty; alone (a source) or zipped with blobs, they say nothing.

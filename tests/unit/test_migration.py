@@ -1,0 +1,884 @@
+"""Slices on the move, nodes that come and go: the controller event by event, as in ``test_controller.py``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.control.controller import MOVING_EPOCH_S, Controller, Settings
+from penstock.control.events import (
+    CancelAll,
+    CancelMovesRequested,
+    Command,
+    EpochPlanned,
+    EpochPublished,
+    Event,
+    Finish,
+    Flush,
+    Flushed,
+    LeaveRequested,
+    ManifestWritten,
+    MoveRequested,
+    NodeInfo,
+    NodesChanged,
+    NothingNew,
+    PlanEpoch,
+    RebalanceRequested,
+    ReleaseEpoch,
+    ReleaseNodes,
+    RescaleRequested,
+    RunStage,
+    StageDone,
+    Started,
+    StopRequested,
+    Stuck,
+    TaskReport,
+    Tell,
+    Tick,
+    WarmedUp,
+    WarmUp,
+    WriteManifest,
+)
+from penstock.control.pacing import Pacer
+from penstock.control.routing import RoutingTable
+from penstock.control.topology import StageInfo, Topology
+from penstock.ids import Attempt, Epoch, StageId
+from penstock.state.checkpoint import Manifest
+from tests.unit.test_controller import COUNT, IN, WIN, Driver, delta, one
+
+TOP = StageId("top")
+
+
+class Fleet(Driver):
+    """A job on some nodes, whose containers do what they are told: seal, keep copies, say what is current."""
+
+    def __init__(self, *nodes: str, instances: int | None = None, **settings: Any) -> None:
+        settings.setdefault("epochs_in_flight", 1)
+        super().__init__(instances=instances or len(nodes), **settings)
+        self.nodes = [NodeInfo(n) for n in nodes]
+        self.copying = True
+        """Copies are current as soon as a container hears of them."""
+        self.writing = True
+        """Deltas are written before a task ends."""
+        self.warm = True
+        """Processes start at once."""
+        self.runs: dict[tuple[int, StageId], RunStage] = {}
+        self.said: list[str] = []
+        self.commands: list[Command] = []
+
+    def started(self) -> Fleet:
+        self.start(nodes=tuple(self.nodes))
+        return self
+
+    def start(self, restored: Any = None, logged: Any = (), nodes: tuple[NodeInfo, ...] = ()) -> list[Command]:
+        return self.step(Started(self.now, restored, logged, nodes=nodes))
+
+    def step(self, event: Event) -> list[Command]:
+        commands = super().step(event)
+        self.commands += commands
+        warm: list[WarmedUp] = []
+        for command in commands:
+            match command:
+                case RunStage():
+                    self.runs[command.epoch, command.stage] = command
+                case Tell():
+                    self.said.append(command.text)
+                case WarmUp() if self.warm:
+                    warm.append(WarmedUp(self.now, command.stage, command.containers))
+        for answer in warm:
+            commands = [*commands, *self.step(answer)]
+        return commands
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def end(self, epoch: int, stage: StageId) -> list[Command]:
+        """A stage is done, on the containers that were told to run."""
+        run = self.runs[epoch, stage]
+        owners = self.table(run).owners.get(stage, ())
+        reports = []
+        for index in run.containers or (0,):
+            report = TaskReport(stage, epoch, run.attempt, index)
+            if run.containers and self.copying:
+                report.held = (run.checkpoint, [s for s, held in enumerate(run.copies) if index in held])
+            if run.seal and self.writing and index in owners:
+                report.deltas = [self.delta_of(run, index)]
+            reports.append(report)
+        return self.step(StageDone(self.now, Epoch(epoch), stage, run.attempt, tuple(reports)))
+
+    def delta_of(self, run: RunStage, index: int) -> dict[str, Any]:
+        made = delta(run.stage, run.epoch, run.attempt, index)
+        made["file"]["slices"] = list(self.table(run).slices_of(run.stage, index))
+        return made
+
+    def begin(self) -> int:
+        """The next epoch, up to its first task."""
+        self.now += 0.001
+        epoch = self.controller.next_epoch
+        self.plan(epoch)
+        self.log(epoch, self.controller.attempt)
+        return epoch
+
+    def finish(self, epoch: int) -> list[Command]:
+        for stage in self.topology.stages:
+            self.end(epoch, stage.id)
+        out = self.step(EpochPublished(self.now, Epoch(epoch), self.controller.attempt))
+        for command in [c for c in out if isinstance(c, WriteManifest)]:
+            out += self.step(ManifestWritten(self.now, command.epoch, command.attempt))
+        return out
+
+    def epoch(self) -> int:
+        """A whole epoch, with its checkpoint if it has one."""
+        number = self.begin()
+        self.finish(number)
+        return number
+
+    def checkpoint(self) -> int:
+        self.controller.checkpoint_wanted = True
+        number = self.epoch()
+        assert self.controller.committed == number
+        return number
+
+    def lose(self, *names: str) -> list[Command]:
+        self.nodes = [n for n in self.nodes if n.name not in names]
+        return self.step(NodesChanged(self.now, tuple(self.nodes)))
+
+    def come(self, *names: str) -> list[Command]:
+        self.nodes += [NodeInfo(n) for n in names]
+        return self.step(NodesChanged(self.now, tuple(self.nodes)))
+
+    def move(self, *slices: int, to: int) -> list[Command]:
+        return self.step(MoveRequested(self.now, COUNT, dict.fromkeys(slices, to)))
+
+    def run_again(self) -> None:
+        """After a failure: what was under way is gone, and all that is in the log runs once more."""
+        for attempt, epoch, stage in sorted(self.controller.outstanding):
+            if attempt != self.controller.attempt:
+                self.failed(epoch, stage, attempt)
+        for epoch in sorted(self.controller.in_flight):
+            self.finish(epoch)
+
+    def until(self, wanted: Callable[[], bool], most: int = 12) -> int:
+        """Epochs until something is so; how many."""
+        for count in range(most):
+            if wanted():
+                return count
+            self.epoch()
+        raise AssertionError(f"not within {most} epochs")
+
+    # -- what is seen ------------------------------------------------------------------------------------------------
+
+    def table(self, run: RunStage) -> RoutingTable:
+        return self.tables[run.routing]
+
+    @property
+    def tables(self) -> dict[int, RoutingTable]:
+        self._tables: dict[int, RoutingTable]
+        if not hasattr(self, "_tables"):
+            self._tables = {}
+        self._tables |= self.controller.routings
+        return self._tables
+
+    def owners(self, epoch: int, stage: StageId = COUNT) -> tuple[int, ...]:
+        return tuple(self.table(self.runs[epoch, stage]).owners[stage])
+
+    @property
+    def phases(self) -> dict[int, str]:
+        """slice -> phase of its move, of the stage that the tests look at"""
+        return {m.slice: m.phase for m in self.controller.migration.of(COUNT)}
+
+    @property
+    def outcomes(self) -> list[tuple[int, str]]:
+        return [(e.move.slice, e.outcome) for e in self.controller.migration.ended if e.move.stage == COUNT]
+
+
+def fleet(*nodes: str, **settings: Any) -> Fleet:
+    """A job that has taken its first checkpoint."""
+    d = Fleet(*nodes, **settings).started()
+    d.checkpoint()
+    return d
+
+
+# -- the four phases -------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_moves_while_epochs_run() -> None:
+    d = fleet("a", "b")
+    assert d.owners(1) == (0, 0, 0, 0, 1, 1, 1, 1)
+    d.now += 1.0
+    d.move(0, 3, to=1)
+    assert d.phases == {0: "rebuild", 3: "rebuild"}, "the target runs already: nothing to prepare"
+    assert d.epoch() == 2
+    assert d.runs[2, COUNT].seal and d.controller.committed == 2, "the less changed since, the less is sent"
+    assert d.runs[2, COUNT].copies == ((1,), (), (), (1,), (), (), (), ())
+    d.epoch()  # the target has heard of checkpoint 2
+    h = d.begin()
+    assert d.phases == {0: "switch", 3: "switch"}
+    source, target = d.runs[h, IN], h + 1
+    assert not source.handover
+    released = [c.epoch for c in d.finish(h) if isinstance(c, ReleaseEpoch)]
+    handing = d.runs[h, COUNT]
+    assert handing.handover == {0: 1, 3: 1} and handing.sends and not handing.seal
+    assert d.runs[h, WIN].handover == {} and not d.runs[h, WIN].sends
+    assert d.owners(h) == (0, 0, 0, 0, 1, 1, 1, 1), "the old owner serves in the epoch of the handover"
+    assert released == [h - 1], "what peers sent is read in the next epoch"
+    assert d.begin() == target
+    assert [c.epoch for c in d.finish(target) if isinstance(c, ReleaseEpoch)] == [target]
+    assert d.owners(target) == (1, 0, 0, 1, 1, 1, 1, 1)
+    receiving = d.runs[target, COUNT]
+    assert receiving.receives and not receiving.sends and not receiving.handover and not receiving.seal
+    assert receiving.checkpoint == 2
+    assert d.phases == {0: "release", 3: "release"}
+    assert d.epoch() == target + 1
+    assert d.runs[target + 1, COUNT].seal and not d.runs[target + 1, COUNT].receives
+    assert d.phases == {} and d.outcomes == [(0, "done"), (3, "done")]
+
+
+def test_the_record_of_an_epoch_says_who_owns_from_it_on() -> None:
+    d = fleet("a", "b")
+    d.move(0, to=1)
+    d.until(lambda: d.phases == {0: "switch"})
+    assert d.controller.log[Epoch(d.controller.next_epoch - 1)]["routing"] is None, "nothing new in epoch h"
+    number = d.epoch()
+    record = d.controller.log[Epoch(number)]
+    assert record["routing"]["owners"][COUNT] == [1, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_no_checkpoint_opens_while_slices_switch() -> None:
+    d = fleet("a", "b", checkpoint_interval_s=0.0)
+    d.move(0, to=1)
+    d.until(lambda: not d.phases)
+    h = next(e for (e, _), run in d.runs.items() if run.handover)
+    seals = {e: run.seal for (e, stage), run in d.runs.items() if stage == COUNT}
+    assert not seals[h] and not seals[h + 1], "they were due in every epoch"
+    assert seals[h + 2], "and then the move is over"
+
+
+def test_nothing_is_handed_over_while_a_checkpoint_is_open() -> None:
+    d = fleet("a", "b")
+    d.writing = False
+    d.controller.checkpoint_wanted = True
+    d.move(0, to=1)
+    for _ in range(3):
+        d.epoch()
+    assert d.controller.checkpoint is not None and d.phases == {0: "rebuild"}
+    assert not any(run.handover for run in d.runs.values())
+
+
+def test_a_copy_that_is_behind_is_not_switched_to() -> None:
+    d = fleet("a", "b")
+    d.now += 1.0
+    d.move(0, to=1)
+    assert d.epoch() == d.controller.committed
+    d.copying = False  # the target said that it is current at the checkpoint before, and then nothing
+    for _ in range(3):
+        d.epoch()
+    assert d.phases == {0: "rebuild"}
+    d.copying = True
+    assert d.until(lambda: not d.phases) > 1 and d.outcomes == [(0, "done")]
+
+
+def test_a_second_round_waits_for_the_checkpoint_after_the_first() -> None:
+    d = fleet("a", "b")
+    d.move(0, to=1)
+    d.until(lambda: d.phases == {0: "switch"})
+    d.move(1, to=1)
+    d.writing = False  # the checkpoint after the switch does not come to an end
+    for _ in range(5):
+        d.epoch()
+    assert d.phases == {0: "release", 1: "rebuild"}
+    assert sum(bool(run.handover) for run in d.runs.values()) == 1
+    d.writing = True
+    checkpoint = d.controller.checkpoint
+    assert checkpoint is not None
+    deltas = {s: [d.delta_of(d.runs[checkpoint.epoch, s], i) for i in (0, 1)] for s in (COUNT, WIN)}
+    for stage, found in deltas.items():
+        number = d.begin() if stage == COUNT else d.controller.next_epoch - 1
+        if stage == COUNT:
+            d.end(number, IN)
+        reports = tuple(TaskReport(stage, number, 1, i, deltas=[x]) for i, x in enumerate(found))
+        commands = d.step(StageDone(d.now, Epoch(number), stage, Attempt(1), reports))
+    manifest = one(commands, WriteManifest)
+    d.step(ManifestWritten(d.now, manifest.epoch, manifest.attempt))
+    d.step(EpochPublished(d.now, Epoch(number), Attempt(1)))
+    d.until(lambda: not d.phases)
+    assert d.outcomes == [(0, "done"), (1, "done")]
+
+
+def test_many_slices_of_several_stages_switch_in_one_epoch() -> None:
+    d = fleet("a", "b")
+    d.now += 1.0
+    d.move(0, 1, to=1)
+    d.step(MoveRequested(d.now, WIN, {7: 0}))
+    d.until(lambda: not d.controller.migration)
+    h = next(e for (e, _), run in d.runs.items() if run.handover)
+    assert d.runs[h, COUNT].handover == {0: 1, 1: 1} and d.runs[h, WIN].handover == {7: 0}
+    assert d.controller.routing.owners == {COUNT: (1, 1, 0, 0, 1, 1, 1, 1), WIN: (0, 0, 0, 0, 1, 1, 1, 0)}
+
+
+def test_a_move_asked_for_twice() -> None:
+    d = fleet("a", "b", "c")
+    d.move(0, to=1)
+    version = d.controller.migration.moves[COUNT, 0]
+    d.now += 5.0
+    d.move(0, to=1)
+    assert d.controller.migration.moves[COUNT, 0] == version, "the same move, since when it was asked for first"
+    d.move(0, to=2)
+    assert d.controller.migration.moves[COUNT, 0].target == 2 and d.outcomes == [(0, "cancelled")]
+    d.move(0, to=0)
+    assert d.phases == {} and d.outcomes == [(0, "cancelled")] * 2, "to stay is to call it off"
+
+
+@pytest.mark.parametrize(("slices", "to"), [((0,), 0), ((0,), 2), ((0,), -1), ((8, -1), 1)])
+def test_a_move_that_cannot_be_changes_nothing(slices: tuple[int, ...], to: int) -> None:
+    d = fleet("a", "b")
+    d.move(*slices, to=to)
+    assert not d.controller.migration
+
+
+def test_slices_spread_evenly_when_asked() -> None:
+    d = fleet("a", "b")
+    d.move(0, 1, 2, 3, to=1)
+    d.until(lambda: not d.phases)
+    assert set(d.controller.routing.owners[COUNT]) == {1}
+    d.step(RebalanceRequested(d.now))
+    d.until(lambda: not d.phases)
+    assert Counter(d.controller.routing.owners[COUNT]) == {0: 4, 1: 4}
+
+
+# -- in each phase -----------------------------------------------------------------------------------------------------
+
+PHASES = ("prepare", "rebuild", "switch", "release")
+TARGET = 2
+"""The container of the new node."""
+
+
+def replaced(phase: str, **settings: Any) -> Fleet:
+    """Node c was lost; d takes its place, and slices move to it: so far."""
+    d = fleet("a", "b", "c", **settings)
+    d.lose("c")
+    d.run_again()
+    assert TARGET not in d.controller.routing.owners[COUNT]
+    d.checkpoint()
+    d.warm = False
+    d.come("d")
+    assert d.controller.routing.homes[TARGET] == "d"
+    assert set(d.phases.values()) == {"prepare"}
+    if phase == "prepare":
+        return d
+    d.step(WarmedUp(d.now, COUNT, (TARGET,)))
+    d.warm = True
+    assert set(d.phases.values()) == {"rebuild"}
+    d.until(lambda: phase in d.phases.values())
+    if phase == "switch":
+        d.begin()  # no: the epoch of the handover was begun and ended; this is the first with new owners
+    assert set(d.phases.values()) == {phase}
+    return d
+
+
+def test_a_new_node_gets_a_process_before_it_gets_slices() -> None:
+    d = replaced("prepare")
+    assert [c.containers for c in d.commands if isinstance(c, WarmUp) and c.stage == COUNT][-1] == (TARGET,)
+    assert [c.homes for c in d.commands if isinstance(c, WarmUp) and c.stage == COUNT][-1] == {TARGET: "d"}
+    d.epoch()
+    assert TARGET not in d.runs[d.controller.next_epoch - 1, COUNT].containers, "epochs go on without it"
+    d.step(WarmedUp(d.now, COUNT, (TARGET,)))
+    number = d.epoch()
+    assert TARGET in d.runs[number, COUNT].containers
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_cancel(phase: str) -> None:
+    d = replaced(phase)
+    moving = sorted(d.phases)
+    d.step(CancelMovesRequested(d.now, COUNT))
+    early = phase in ("prepare", "rebuild")
+    assert d.said[-1] == f"{len(moving) if early else 0} moves cancelled"
+    if phase == "switch":
+        d.finish(d.controller.next_epoch - 1)
+    d.until(lambda: not d.phases)
+    assert (TARGET in d.controller.routing.owners[COUNT]) is not early
+    assert {o for s, o in d.outcomes if s in moving} == ({"cancelled"} if early else {"done"})
+
+
+def test_cancel_some_slices() -> None:
+    d = fleet("a", "b")
+    d.move(0, 1, to=1)
+    d.step(CancelMovesRequested(d.now, COUNT, (1,)))
+    assert d.phases == {0: "rebuild"} and d.outcomes == [(1, "cancelled")]
+    d.step(CancelMovesRequested(d.now, WIN))
+    assert d.phases == {0: "rebuild"}
+    d.step(CancelMovesRequested(d.now))
+    assert d.phases == {}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_timeout(phase: str) -> None:
+    d = replaced(phase, move_timeout_s=50.0)
+    d.now += 51.0
+    d.step(Tick(d.now))
+    early = phase in ("prepare", "rebuild")
+    if early:
+        assert d.phases == {} and {o for _, o in d.outcomes} == {"timed out"}
+    if phase == "switch":
+        d.finish(d.controller.next_epoch - 1)
+    d.until(lambda: not d.phases)
+    assert (TARGET in d.controller.routing.owners[COUNT]) is not early
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_target_is_lost(phase: str) -> None:
+    d = replaced(phase)
+    early = phase in ("prepare", "rebuild")
+    if early:
+        d.begin()  # something is under way
+    number = d.controller.next_epoch - 1
+    d.lose("d")
+    assert d.phases == {}
+    assert {o for _, o in d.outcomes} == ({"target lost"} if early else {"done"})
+    d.run_again()
+    assert set(d.controller.routing.owners[COUNT]) == {0, 1}, "its slices go back to those who are left"
+    again = d.runs[d.controller.committed + 1, COUNT]
+    assert set(d.table(again).owners[COUNT]) == {0, 1} and not again.handover and not again.receives
+    assert d.epoch() > number
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_source_is_lost(phase: str) -> None:
+    d = replaced(phase)
+    early = phase in ("prepare", "rebuild")
+    from_a = sorted(m.slice for m in d.controller.migration.of(COUNT) if m.source == 0)
+    assert from_a
+    if early:
+        d.begin()
+    d.lose("a")
+    assert not set(from_a) & set(d.phases)
+    assert {o for s, o in d.outcomes if s in from_a} == ({"overtaken by a recovery"} if early else {"done"})
+    d.run_again()
+    owners = d.controller.routing.owners[COUNT]
+    assert 0 not in owners
+    if not early:
+        assert {owners[s] for s in from_a} == {TARGET}, "what had switched has arrived"
+    d.epoch()
+
+
+@pytest.mark.parametrize("later", [0, 1], ids=["in the epoch of the handover", "in the epoch after it"])
+def test_a_failure_while_slices_switch(later: int) -> None:
+    """Both can go back to the checkpoint: everything since runs again, with the new owners from the start."""
+    d = fleet("a", "b")
+    d.move(0, to=1)
+    d.epoch()
+    for _ in range(8):
+        h = d.begin()
+        if d.phases == {0: "switch"}:
+            break
+        d.finish(h)
+    if later:
+        d.finish(h)
+        d.begin()
+    committed = d.controller.committed
+    assert committed < h - 1, "there is something to run again"
+    one(d.failed(h + later, IN), CancelAll)
+    assert d.phases == {} and d.outcomes == [(0, "done")]
+    assert d.controller.switching is None
+    d.run_again()
+    for epoch in range(committed + 1, h + later + 1):
+        run = d.runs[epoch, COUNT]
+        assert d.owners(epoch) == (1, 0, 0, 0, 1, 1, 1, 1) and run.attempt == 2
+        assert not run.handover and not run.receives
+    d.checkpoint()
+
+
+def test_a_copy_under_way_survives_a_failure() -> None:
+    d = fleet("a", "b")
+    d.copying = False
+    d.move(0, to=1)
+    d.epoch()
+    number = d.begin()
+    d.failed(number, IN)
+    assert d.phases == {0: "rebuild"}
+    d.copying = True
+    d.run_again()
+    d.until(lambda: not d.phases)
+    assert d.outcomes == [(0, "done")]
+
+
+# -- rescaling ---------------------------------------------------------------------------------------------------------
+
+
+def test_up_room_first_then_slices() -> None:
+    d = fleet("a", "b", instances=2)
+    d.warm = False
+    assert one(d.step(RescaleRequested(d.now, COUNT, 4)), WarmUp).containers == (2, 3)
+    before = d.epoch()
+    assert d.table(d.runs[before, COUNT]).instances[COUNT] == 2, "epochs go on while processes start"
+    d.warm = True
+    d.step(WarmedUp(d.now, COUNT, (2, 3)))
+    number = d.epoch()
+    table = d.table(d.runs[number, COUNT])
+    assert table.instances[COUNT] == 4 and set(table.owners[COUNT]) == {0, 1}, "room, and nobody in it yet"
+    assert set(d.phases.values()) == {"rebuild"}
+    d.until(lambda: not d.phases)
+    assert Counter(d.controller.routing.owners[COUNT]) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert d.controller.recoveries == 0
+
+
+def test_down_vacated_first_then_shrunk() -> None:
+    d = fleet("a", "b", instances=4)
+    d.step(RescaleRequested(d.now, COUNT, 2))
+    assert {m.source for m in d.controller.migration.of(COUNT)} == {2, 3}
+    h = d.controller.next_epoch
+    while not d.runs.get((h, COUNT)) or not d.runs[h, COUNT].handover:
+        h = d.epoch()
+        assert d.table(d.runs[h, COUNT]).instances[COUNT] == 4
+    d.until(lambda: not d.phases)
+    number = d.epoch()
+    table = d.table(d.runs[number, COUNT])
+    assert table.instances[COUNT] == 2 and Counter(table.owners[COUNT]) == {0: 4, 1: 4}
+    assert table.instances[WIN] == 4, "the others stay as they are"
+    assert d.controller.resizes == {}
+
+
+def test_numbers_do_not_change_in_the_epoch_that_reads_what_was_handed_over() -> None:
+    """A container's number is its address in the exchange: a rescale of the same stage waits for that."""
+    d = fleet("a", "b")
+    d.move(0, to=1)
+    d.until(lambda: d.phases == {0: "switch"})
+    d.step(RescaleRequested(d.now, COUNT, 3))
+    number = d.epoch()
+    assert d.runs[number, COUNT].receives and d.table(d.runs[number, COUNT]).instances[COUNT] == 2
+    assert d.table(d.runs[d.epoch(), COUNT]).instances[COUNT] == 3
+
+
+def test_up_and_down_again_before_anything_has_moved() -> None:
+    d = fleet("a", "b")
+    d.step(RescaleRequested(d.now, COUNT, 4))
+    d.epoch()
+    assert d.phases
+    d.step(RescaleRequested(d.now, COUNT, 2))
+    d.until(lambda: not d.phases and not d.controller.resizes)
+    d.epoch()
+    assert d.controller.routing.instances[COUNT] == 2
+    assert d.controller.routing.owners[COUNT] == (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def stateless() -> Fleet:
+    d = Fleet("a", "b", instances=2)
+    d.topology = Topology(
+        (
+            StageInfo(IN, True, False, False, 0, 0, ()),
+            StageInfo(COUNT, False, True, False, 0, 0, (IN,)),
+            StageInfo(TOP, False, False, False, 0, 0, (COUNT,)),
+        )
+    )
+    routing = RoutingTable.initial(8, d.topology.keyed(), 2)
+    settings = Settings(epochs_in_flight=1, checkpoint_interval_s=-1.0)
+    d.controller = Controller(d.topology, routing, Pacer.start(100, 1, 1_000, 500), settings, Manifest("j", "f", {}, 0))
+    return d.started()
+
+
+@pytest.mark.parametrize(("stage", "instances"), [(TOP, 4), (TOP, 1), (IN, 3)])
+def test_a_stage_without_state_is_rescaled_at_once(stage: StageId, instances: int) -> None:
+    d = stateless()
+    d.checkpoint()
+    d.step(RescaleRequested(d.now, stage, instances))
+    number = d.epoch()
+    table = d.table(d.runs[number, stage])
+    assert table.instances[stage] == instances
+    if stage == TOP:
+        assert set(table.owners[TOP]) == set(range(instances)) == set(d.runs[number, TOP].containers)
+    assert not d.controller.migration and d.runs[number, COUNT].copies == ()
+
+
+# -- idle, stop and end ------------------------------------------------------------------------------------------------
+
+
+def test_without_input_empty_epochs_carry_the_move() -> None:
+    d = fleet("a", "b")
+    d.move(0, to=1)
+    epochs = 0
+    while d.phases:
+        d.step(NothingNew(d.now, d.controller.next_epoch))
+        while True:
+            d.now += 0.01
+            plans = [c for c in d.step(Tick(d.now)) if isinstance(c, PlanEpoch)]
+            if plans and plans[0].even_if_empty:
+                break
+            if plans:
+                d.step(NothingNew(d.now, d.controller.next_epoch))
+        number = d.controller.next_epoch
+        d.step(EpochPlanned(d.now, number, {}, (), 1))
+        d.log(number)
+        d.finish(number)
+        epochs += 1
+        assert epochs < 10
+    assert d.outcomes == [(0, "done")]
+    assert d.now < 1 + 20 * MOVING_EPOCH_S, "not at the pace of an idle job"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_stop_with_moves_under_way(phase: str) -> None:
+    d = replaced(phase)
+    d.step(StopRequested(d.now))
+    ending(d, NothingNew(d.now, d.controller.next_epoch))
+    assert (TARGET in d.controller.routing.owners[COUNT]) is (phase in ("switch", "release"))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_input_ends_with_moves_under_way(phase: str) -> None:
+    d = replaced(phase)
+    if phase == "switch":
+        d.finish(d.controller.next_epoch - 1)
+    final = d.controller.next_epoch
+    d.step(NothingNew(d.now, final, exhausted=True))
+    d.log(final, d.controller.attempt)
+    ending(d, None)
+    assert one(d.commands, Finish).reason == "complete"
+
+
+def test_stop_in_the_epoch_of_the_handover_leaves_the_slice_where_it_is() -> None:
+    """There is no epoch in which it could switch."""
+    d = fleet("a", "b")
+    d.move(0, to=1)
+    d.epoch()
+    while d.phases != {0: "switch"}:
+        number = d.begin()
+        if d.phases != {0: "switch"}:
+            d.finish(number)
+    d.step(StopRequested(d.now))
+    ending(d, None)
+    manifest = [c for c in d.commands if isinstance(c, WriteManifest)][-1].manifest
+    assert manifest.routing["owners"][COUNT] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert manifest.epoch == number
+
+
+def ending(d: Fleet, event: Event | None) -> None:
+    """To the end of the job: what is under way is done, flushed and written."""
+    if d.controller.in_flight:
+        for epoch in sorted(d.controller.in_flight):
+            d.finish(epoch)
+    if event is not None:
+        d.step(event)
+    for _ in range(3):
+        flush = next((c for c in reversed(d.commands) if isinstance(c, Flush)), None)
+        if d.controller.phase == "stopped" or flush is None:
+            break
+        reports = []
+        for stage, containers in flush.containers.items():
+            for index in containers:
+                made = delta(stage, flush.epoch, flush.attempt, index)
+                made["file"]["slices"] = list(d.tables[flush.routing].slices_of(stage, index))
+                reports.append(TaskReport(stage, flush.epoch, flush.attempt, index, deltas=[made]))
+        for command in d.step(Flushed(d.now, flush.epoch, flush.attempt, tuple(reports))):
+            if isinstance(command, WriteManifest):
+                d.step(ManifestWritten(d.now, command.epoch, command.attempt))
+    assert d.controller.phase == "stopped"
+    assert [c for c in d.commands if isinstance(c, Finish)]
+
+
+# -- nodes that leave --------------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_drained_before_it_is_given_back() -> None:
+    d = fleet("a", "b", "c")
+    d.step(LeaveRequested(d.now, ("b",)))
+    while not (gone := [c for c in d.commands if isinstance(c, ReleaseNodes)]):
+        number = d.epoch()
+        assert number < 20
+    assert [c.nodes for c in gone] == [("b",)]
+    assert all(1 not in owners for owners in d.controller.routing.owners.values())
+    assert 1 not in d.runs[number, COUNT].containers, "an epoch without it has been published"
+    d.lose("b")
+    assert d.controller.recoveries == 0 and d.said[-1] == "lost node b; it owned nothing"
+    d.epoch()
+
+
+def test_somebody_must_stay() -> None:
+    d = fleet("a", "b")
+    d.step(LeaveRequested(d.now, ("a", "b")))
+    assert d.controller.leaving == set() and "somebody must stay" in d.said[-1]
+    d.step(LeaveRequested(d.now, ("a",)))
+    d.step(LeaveRequested(d.now, ("b",)))
+    assert d.controller.leaving == {"a"} and "somebody must stay" in d.said[-1]
+
+
+def test_a_node_that_was_to_leave_stays_when_the_others_are_lost() -> None:
+    d = fleet("a", "b")
+    d.step(LeaveRequested(d.now, ("a",)))
+    d.begin()
+    d.lose("b")
+    assert d.controller.leaving == set() and "node a stays after all: there is no other left" in d.said
+    d.run_again()
+    assert set(d.controller.routing.homes.values()) == {"a"}
+    d.epoch()
+
+
+def test_a_node_that_was_given_back_gets_nothing_more() -> None:
+    """It may take a while to go, and more may be asked of the job in the meantime."""
+    d = fleet("a", "b", "c")
+    d.step(LeaveRequested(d.now, ("b",)))
+    d.until(lambda: any(isinstance(c, ReleaseNodes) for c in d.commands), most=20)
+    d.step(RebalanceRequested(d.now))
+    d.step(LeaveRequested(d.now, ("b",)))
+    for _ in range(4):
+        number = d.epoch()
+        assert 1 not in d.runs[number, COUNT].containers
+    assert sum(isinstance(c, ReleaseNodes) for c in d.commands) == 1
+    d.lose("b")
+    d.come("b")  # started again under the same name
+    d.until(lambda: 1 in d.controller.routing.owners[COUNT], most=20)
+
+
+def test_a_node_that_leaves_keeps_no_backups() -> None:
+    d = fleet("a", "b", "c", backups=1)
+    d.step(LeaveRequested(d.now, ("c",)))
+    number = d.epoch()
+    table = d.table(d.runs[number, COUNT])
+    assert all(2 not in held for held in table.holders[COUNT])
+
+
+# -- nodes that are lost -----------------------------------------------------------------------------------------------
+
+
+def test_lost_slices_come_up_where_they_are_held() -> None:
+    d = fleet("a", "b", "c", backups=1)
+    d.epoch()  # copies are current at the checkpoint, and that was said
+    holders = d.controller.routing.holders[COUNT]
+    owners = d.controller.routing.owners[COUNT]
+    lost = [s for s, c in enumerate(owners) if c == 2]
+    d.begin()
+    commands = d.lose("c")
+    assert one(commands, CancelAll).cause == "failure: lost node c"
+    new = d.controller.routing.owners[COUNT]
+    assert all(new[s] in holders[s] for s in lost)
+    assert all(new[s] == c for s, c in enumerate(owners) if c != 2), "nobody else is disturbed"
+    told = next(text for text in d.said if "'count'" in text)
+    assert told.startswith(f"{len(lost)} slices of 'count' go to containers ")
+    assert told.endswith(f"{len(lost)} from backups")
+    d.run_again()
+    assert d.controller.committed == 1 and 2 not in d.runs[2, COUNT].containers
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["nobody holds them", "copies are a checkpoint behind"])
+def test_slices_that_nobody_holds_current_come_from_the_durable_checkpoint(stale: bool) -> None:
+    d = fleet("a", "b", "c", backups=int(stale))
+    d.epoch()
+    if stale:
+        d.copying = False
+        d.checkpoint()
+    lost = d.controller.routing.owners[COUNT].count(2)  # type: ignore[arg-type]
+    d.begin()
+    d.lose("c")
+    told = next(text for text in d.said if "'count'" in text)
+    assert told.endswith(f"0 from backups, {lost} from the durable checkpoint")
+
+
+def test_a_node_that_owned_nothing_costs_no_recovery() -> None:
+    d = fleet("a", "b", "c", instances=2)
+    d.step(CancelMovesRequested(d.now))
+    d.lose("c")
+    assert d.controller.recoveries == 0
+    assert d.said[-1] == "lost node c; it owned nothing"
+
+
+def test_without_any_node_the_job_waits_for_one() -> None:
+    d = fleet("a", "b")
+    number = d.begin()
+    one(d.lose("a", "b"), CancelAll)
+    assert d.controller.phase == "recovering"
+    assert d.failed(number, IN) == [], "the last of the old work is gone, and there is nobody to do it again"
+    d.now += 60.0
+    assert d.step(Tick(d.now)) == []
+    run = one(d.come("c"), RunStage)
+    assert (run.epoch, run.stage, run.attempt) == (number, IN, 2)
+    assert set(d.table(run).homes.values()) == {"c"}
+    d.finish(number)
+    assert d.runs[number, COUNT].containers == (0, 1), "containers keep their numbers"
+    d.checkpoint()
+
+
+def test_a_node_lost_while_slices_switch_and_copies_are_kept() -> None:
+    """Holders are found anew for the new owners, of which one is gone."""
+    d = fleet("a", "b", "c", backups=1)
+    d.move(0, to=1)
+    for _ in range(8):
+        number = d.begin()
+        if d.phases == {0: "switch"}:
+            break
+        d.finish(number)
+    d.lose("a")
+    assert d.controller.routing.owners[COUNT][0] == 1
+    assert 0 not in d.controller.routing.owners[COUNT]
+    d.run_again()
+    d.epoch()
+
+
+def test_new_nodes_get_containers_and_slices() -> None:
+    d = fleet("a", "b")
+    d.come("c")
+    d.until(lambda: d.controller.routing.instances[COUNT] == 3 and not d.controller.migration)
+    assert d.controller.routing.homes == {0: "a", 1: "b", 2: "c"}
+    assert sorted(Counter(d.controller.routing.owners[COUNT]).values()) == [2, 3, 3]
+    assert d.controller.recoveries == 0
+
+
+# -- containers that hang, holders that are full -----------------------------------------------------------------------
+
+
+def test_a_container_that_hangs_loses_its_slices_and_is_tried_again() -> None:
+    d = fleet("a", "b")
+    d.warm = False
+    number = d.begin()
+    d.end(number, IN)
+    commands = d.step(Stuck(d.now, COUNT, Epoch(number), Attempt(1), (1,), 7.25))
+    assert one(commands, CancelAll).cause == "failure: container 1 of 'count' made no progress for 7.2 s"
+    d.run_again()
+    assert set(d.owners(number)) == {0} and d.runs[number, COUNT].containers == (0,)
+    assert set(d.owners(number, WIN)) == {0, 1}, "of that stage only"
+    probe = [c for c in d.commands if isinstance(c, WarmUp) and c.stage == COUNT]
+    assert [c.containers for c in probe] == [(1,)], "once"
+    d.checkpoint()
+    assert not d.phases, "it has not answered"
+    d.warm = True
+    d.step(WarmedUp(d.now, COUNT, (1,)))
+    d.until(lambda: not d.phases)
+    assert Counter(d.controller.routing.owners[COUNT]) == {0: 4, 1: 4}
+
+
+def test_if_all_of_a_stage_hang_they_get_their_slices_back() -> None:
+    d = fleet("a", "b")
+    number = d.begin()
+    d.end(number, IN)
+    d.step(Stuck(d.now, COUNT, Epoch(number), Attempt(1), (0, 1), 7.0))
+    d.run_again()
+    assert d.owners(number) == (0, 0, 0, 0, 1, 1, 1, 1) and d.controller.suspects == set()
+
+
+def test_stale_news_of_a_hang_change_nothing() -> None:
+    d = fleet("a", "b")
+    number = d.begin()
+    assert d.step(Stuck(d.now, COUNT, Epoch(number), Attempt(9), (1,), 7.0)) == []
+    d.failed(number, IN)
+    d.run_again()
+    assert d.step(Stuck(d.now, COUNT, Epoch(number), Attempt(1), (1,), 7.0)) == []
+    assert d.controller.recoveries == 1
+
+
+def test_who_cannot_hold_backups_gets_no_more_of_them() -> None:
+    d = fleet("a", "b", "c", backups=1)
+    number = d.begin()
+    d.end(number, IN)
+    assert any(2 in held for held in d.controller.routing.holders[COUNT])
+    run = d.runs[number, COUNT]
+    reports = tuple(
+        TaskReport(COUNT, number, 1, i, problem="the disk is full" if i == 2 else "") for i in run.containers
+    )
+    d.step(StageDone(d.now, Epoch(number), COUNT, Attempt(1), reports))
+    assert d.said == ["node c keeps no backups any more: the disk is full"]
+    d.end(number, WIN)
+    d.step(EpochPublished(d.now, Epoch(number), Attempt(1)))
+    holders = d.table(d.runs[d.epoch(), COUNT]).holders[COUNT]
+    assert all(2 not in held and len(held) == 1 for held in holders)
+    assert 2 in d.controller.routing.owners[COUNT], "it still works"

@@ -220,9 +220,118 @@ class CollidingMachine(TableMachine):
     collide = True
 
 
+class MovingMachine(RuleBasedStateMachine):
+    """Slices change hands between two tables, as in a live migration: together they are what one table would be.
+
+    The new owner has the slice as the last checkpoint has it, and gets what changed since. Nothing moves while a
+    checkpoint is open, and everybody can always go back to the last complete one.
+    """
+
+    @initialize(kind=st.sampled_from(sorted(KEYS)))
+    def start(self, kind: str) -> None:
+        self.schema, self.key_strategy = KEYS[kind]
+        self.spec = TableSpec(self.schema, {"n": numeric(np.int64, 7), "o": objects(JsonCodec())})
+        self.one = KeyedTable(self.spec, sweep_rows_min=2)
+        self.two = [KeyedTable(self.spec, sweep_rows_min=2) for _ in range(2)]
+        self.owner = dict.fromkeys(range(SLICES), 0)
+        self.committed = 0
+        self.durable = self.one.export(range(SLICES), SLICES)
+        self.opened: int | None = None
+        self.files: list[pl.DataFrame] = []
+
+    def every(self) -> list[KeyedTable]:
+        return [self.one, *self.two]
+
+    def split(self, keys: list[tuple[Any, ...]]) -> list[tuple[KeyedTable, pl.DataFrame, np.ndarray]]:
+        """Keys for the one table, and for the owners of their slices."""
+        whole = pl.DataFrame(keys, schema=self.schema, orient="row")
+        hashes = hash_columns(whole, self.schema.names())
+        owners = np.array([self.owner[s] for s in slice_of(hashes, SLICES).tolist()])
+        parts = [(self.one, whole, hashes)]
+        for number, table in enumerate(self.two):
+            mine = np.flatnonzero(owners == number)
+            parts.append((table, whole[mine], hashes[mine]))
+        return parts
+
+    @rule(data=st.data(), add=st.integers(-5, 5))
+    def write(self, data: st.DataObject, add: int) -> None:
+        for table, keys, hashes in self.split(data.draw(st.lists(self.key_strategy, unique_by=repr, max_size=8))):
+            rows, _ = table.upsert(hashes, keys)
+            table.column("n")[rows] += add
+            column = table.column("o")
+            for row in rows.tolist():
+                column[row] = [*(column[row] or []), add]
+
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        for table, keys, hashes in self.split(data.draw(st.lists(self.key_strategy, unique_by=repr, max_size=8))):
+            rows = table.find(hashes, keys)
+            table.delete(rows[rows >= 0])
+
+    @precondition(lambda self: self.opened is None)
+    @rule(slices=st.sets(st.integers(0, SLICES - 1), min_size=1), to=st.integers(0, 1))
+    def move(self, slices: set[int], to: int) -> None:
+        moving = [s for s in slices if self.owner[s] != to]
+        source, target = self.two[1 - to], self.two[to]
+        handed = source.unreleased(moving, SLICES)
+        source.drop_slices(moving, SLICES)
+        inside = np.isin(slice_of(self.durable.get_column(HASH).to_numpy(), SLICES), moving)
+        target.load(self.durable.filter(pl.Series(inside)))
+        target.merge(handed)
+        self.owner.update(dict.fromkeys(moving, to))
+
+    @precondition(lambda self: self.opened is None)
+    @rule()
+    def seal(self) -> None:
+        self.opened = self.committed + 1
+        self.one.seal(self.opened)
+        self.files = [table.seal(self.opened).frame() for table in self.two]
+
+    @precondition(lambda self: self.opened is not None)
+    @rule()
+    def commit(self) -> None:
+        """What the two wrote, on top of the checkpoint before, is the next one."""
+        assert self.opened is not None
+        restored = KeyedTable(self.spec)
+        for frame in [self.durable, *self.files]:
+            restored.load(frame)
+        self.committed, self.opened = self.opened, None
+        self.durable = restored.export(range(SLICES), SLICES)
+        for table in self.every():
+            table.release(self.committed)
+        before = KeyedTable(self.spec)
+        before.load(self.one.export(range(SLICES), SLICES))
+        now = KeyedTable(self.spec)
+        for frame in [self.durable, *(table.unreleased(range(SLICES), SLICES) for table in self.two)]:
+            now.load(frame)
+        assert repr(by_key(read(now))) == repr(by_key(read(before))), "the checkpoint, and all that changed since"
+
+    @rule()
+    def undo(self) -> None:
+        for table in self.every():
+            assert table.undo_to(self.committed)
+        self.opened = None
+        restored = KeyedTable(self.spec)
+        restored.load(self.durable)
+        assert repr(by_key(read(restored))) == repr(by_key(read(self.one)))
+
+    @precondition(lambda self: hasattr(self, "one"))
+    @invariant()
+    def together(self) -> None:
+        parts = [read(table) for table in self.two]
+        for number, table in enumerate(self.two):
+            table.validate()
+            rows = table.live_rows()
+            found = set(slice_of(table.hashes(rows), SLICES).tolist())
+            assert all(self.owner[s] == number for s in found), "it holds rows of slices that are not its own"
+        assert repr(by_key(parts[0] | parts[1])) == repr(by_key(read(self.one)))
+
+
 RUNS = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 TestTable = TableMachine.TestCase
 TestTable.settings = RUNS
 TestCollidingTable = CollidingMachine.TestCase
 TestCollidingTable.settings = RUNS
+TestMovingSlices = MovingMachine.TestCase
+TestMovingSlices.settings = RUNS

@@ -13,7 +13,9 @@ from penstock.control.events import CollectGarbage, EpochPublished, StageDone, S
 from penstock.engines.runtime import Runtime
 from penstock.engines.sim.simulate import simulate
 from penstock.engines.task import Worker
+from penstock.state.backup import Backups, _Run
 from penstock.state.checkpoint import DeltaFile, Manifest
+from penstock.state.codec import decode
 from penstock.state.table import KeyedTable
 
 SEEDS_MAX = 150
@@ -81,8 +83,8 @@ def two_owners(patch: pytest.MonkeyPatch) -> None:
     """Every container but the first believes that it owns one slice more."""
     real = Worker._container
 
-    def container(self: Worker, stage: Any, spec: Any, report: Any) -> Any:
-        found = real(self, stage, spec, report)
+    def container(self: Worker, stage: Any, spec: Any, *rest: Any) -> Any:
+        found = real(self, stage, spec, *rest)
         if found is not None and spec.index:
             found.slices = found.slices | {0}
         return found
@@ -215,7 +217,123 @@ def never_recovered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Controller, "_stage_failed", stage_failed)
 
 
+# -- slices on the move, backups and nodes ---------------------------------------------------------------------------
+
+
+def lost_handover(patch: pytest.MonkeyPatch) -> None:
+    """What the old owner sends at the switch does not arrive: the state is safe, and everybody has to go back."""
+    real = Worker._handed_over
+
+    def handed_over(self: Worker, spec: Any, sent: Any) -> Any:
+        return {} if spec.epoch % 2 else real(self, spec, sent)
+
+    patch.setattr(Worker, "_handed_over", handed_over)
+
+
+def empty_handover(patch: pytest.MonkeyPatch) -> None:
+    """The old owner sends its slice, but not what changed since the checkpoint."""
+    real = KeyedTable.unreleased
+    patch.setattr(KeyedTable, "unreleased", lambda self, slices, total: real(self, slices, total).clear())
+
+
+def unrecorded_handover(patch: pytest.MonkeyPatch) -> None:
+    """What is handed over is loaded like a checkpoint: the next delta does not have it, and no undo takes it back."""
+    patch.setattr(KeyedTable, "merge", KeyedTable.load)
+
+
+def handed_over_too_early(patch: pytest.MonkeyPatch) -> None:
+    """The last delta only is handed over, not all since the last complete checkpoint."""
+    real = KeyedTable.unreleased
+
+    def unreleased(self: KeyedTable, slices: Any, total: int) -> Any:
+        sealed, self._sealed = self._sealed, []
+        active, self._active = self._active, type(self._active)()
+        try:
+            return real(self, slices, total)
+        finally:
+            self._sealed, self._active = sealed, active
+
+    patch.setattr(KeyedTable, "unreleased", unreleased)
+
+
+def checkpoint_at_the_switch(patch: pytest.MonkeyPatch) -> None:
+    """Checkpoints open whenever they are due."""
+
+    def checkpoint_due(self: Controller, now: float) -> bool:
+        interval = self.settings.checkpoint_interval_s
+        return self.checkpoint is None and (self.checkpoint_wanted or 0 <= interval <= now - self.checkpoint_at)
+
+    patch.setattr(Controller, "_checkpoint_due", checkpoint_due)
+
+
+def stale_backups(patch: pytest.MonkeyPatch) -> None:
+    """A backup is handed out whatever checkpoint it stands at."""
+    real = Backups.take
+
+    def take(self: Backups, slices: Any, checkpoint: int) -> Any:
+        return {n: v for s in slices if s in self._held for n, v in real(self, [s], self._held[s].version).items()}
+
+    patch.setattr(Backups, "take", take)
+
+
+def eager_pieces(patch: pytest.MonkeyPatch) -> None:
+    """A holder applies pieces as they come, not when their checkpoint is complete."""
+    real = Backups.offer
+
+    def offer(self: Backups, piece: bytes) -> bool:
+        known = real(self, piece)
+        meta, frame = decode(piece, "a piece")
+        places = {int(n): (p[0], p[1]) for n, p in meta["slices"].items() if int(n) in self._held}
+        run = _Run.of(frame, places)
+        for number in places:
+            self._held[number].deltas.append(run)
+        return known
+
+    patch.setattr(Backups, "offer", offer)
+
+
+def untouched(patch: pytest.MonkeyPatch) -> None:
+    """Holders are told that a checkpoint changed nothing."""
+    from penstock.control import controller
+
+    real = controller.Commit
+    patch.setattr(controller, "Commit", lambda before, epoch, files: real(before, epoch, {f: [] for f in files}))
+
+
+def homeless_work(patch: pytest.MonkeyPatch) -> None:
+    """Epochs that run again after all nodes were lost know only of those."""
+    patch.setattr(Controller, "_adopt", lambda self: None)
+
+
+def unreachable_target(patch: pytest.MonkeyPatch) -> None:
+    """The target of a move gets work before it has a node."""
+
+    def copies(self: Controller, run: Any, stage: Any) -> Any:
+        if not stage.stateful:
+            return ()
+        targets = self.migration.targets(stage.id)
+        held = run.routing.holders.get(stage.id, ((),) * run.routing.slices)
+        owners = run.routing.owners[stage.id]
+        return tuple(
+            tuple(sorted({*h, *([targets[s]] if s in targets else [])} - {owners[s]})) for s, h in enumerate(held)
+        )
+
+    patch.setattr(Controller, "_copies", copies)
+
+
 # -- bugs that were there once, and that seeds have found ------------------------------------------------------------
+
+
+def unheard_manifest(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that was being written when work failed is not taken note of, though it is in the store."""
+    real = Controller._recover
+
+    def recover(self: Controller, now: float, reason: str) -> Any:
+        out = real(self, now, reason)
+        self.last_written = None
+        return out
+
+    patch.setattr(Controller, "_recover", recover)
 
 
 def counted_twice(patch: pytest.MonkeyPatch) -> None:
@@ -253,14 +371,14 @@ def undo_kept_by_a_rescale(patch: pytest.MonkeyPatch) -> None:
     """A container whose slices change keeps its undo logs."""
     real = Worker._container
 
-    def container(self: Worker, stage: Any, spec: Any, report: Any) -> Any:
+    def container(self: Worker, stage: Any, spec: Any, *rest: Any) -> Any:
         found = self.containers.get((spec.stage, spec.index))
         owned = frozenset(s for s, c in enumerate(spec.owners[spec.stage]) if c == spec.index)
         if found is None or found.slices == owned:
-            return real(self, stage, spec, report)
+            return real(self, stage, spec, *rest)
         release, KeyedTable.release = KeyedTable.release, lambda self, epoch: None  # type: ignore[method-assign]
         try:
-            return real(self, stage, spec, report)
+            return real(self, stage, spec, *rest)
         finally:
             KeyedTable.release = release  # type: ignore[method-assign]
 
@@ -290,6 +408,17 @@ PLANTED: list[tuple[Plant, set[str], int]] = [
     (forgets_too_early, {"no-lost-update"}, 15),
     (hole_in_the_log, {"sound", "no-lost-update"}, 10),
     (undo_kept_by_a_rescale, {"bounded-growth"}, 110),
+    (lost_handover, {"progress"}, 0),
+    (empty_handover, {"exactly-once", "no-lost-update"}, 0),
+    (unrecorded_handover, {"exactly-once", "no-lost-update", "sound"}, 0),
+    (handed_over_too_early, {"exactly-once", "no-lost-update"}, 0),
+    (checkpoint_at_the_switch, {"sound"}, 0),
+    (stale_backups, {"exactly-once", "no-lost-update"}, 0),
+    (eager_pieces, {"exactly-once", "no-lost-update"}, 0),
+    (untouched, {"exactly-once", "no-lost-update"}, 0),
+    (homeless_work, {"sound"}, 0),
+    (unreachable_target, {"sound"}, 0),
+    (unheard_manifest, {"no-lost-update", "sound"}, 0),
 ]
 """A bug, the checkers that may be the first to see it, and a seed from which on it does not take long."""
 

@@ -45,6 +45,7 @@ from penstock.control.events import (
     MoveRequested,
     NodeInfo,
     NodesChanged,
+    NodesInvited,
     NothingNew,
     PlanEpoch,
     PublishEpoch,
@@ -109,6 +110,8 @@ class Settings:
     """Slices move while epochs run. False: everything stops, a checkpoint is taken, and the new owners load it: the
     way of others, kept for comparison."""
     move_timeout_s: float = 600.0
+    grows: bool = True
+    """Nodes that come get containers. False: only those that were asked for, or that take a lost one's place."""
     full_snapshots: bool = False
     """Checkpoints write all of the state while everything waits: also for comparison."""
 
@@ -224,6 +227,8 @@ class Controller:
         """Nodes that are to leave and own nothing any more, from this epoch on."""
         self.released: set[str] = set()
         """Of those, the ones given back. They are not used again, even if they take a while to go."""
+        self.invited = 0
+        """Nodes that were asked for and have not come yet."""
         self.bad_holders: set[str] = set()
         self.suspects: set[tuple[StageId, int]] = set()
         """Containers that hung, until they answer again."""
@@ -270,6 +275,7 @@ class Controller:
             RescaleRequested: self._rescale_requested,
             MoveRequested: self._move_requested,
             RebalanceRequested: self._rebalance_requested,
+            NodesInvited: self._nodes_invited,
             LeaveRequested: self._leave_requested,
             CancelMovesRequested: self._cancel_requested,
             WarmedUp: self._warmed_up,
@@ -688,6 +694,10 @@ class Controller:
         self.respread.add(event.reason)
         return []
 
+    def _nodes_invited(self, event: NodesInvited) -> list[Command]:
+        self.invited += event.count
+        return []
+
     def _leave_requested(self, event: LeaveRequested) -> list[Command]:
         staying = set(self.nodes) - self.leaving - set(event.nodes)
         if not staying:
@@ -786,7 +796,10 @@ class Controller:
             out += self._lose({s.id: gone for s in self.topology.stages}, event.now, reason)
         if new:
             self._house()
-            out += self._grow([self.nodes[n] for n in sorted(new - set(self.routing.homes.values()))])
+            spare = sorted(new - set(self.routing.homes.values()))
+            wanted = spare if self.settings.grows else spare[: self.invited]
+            self.invited = max(0, self.invited - len(spare))
+            out += self._grow([self.nodes[n] for n in wanted])
             self.respread.add(f"new {_named(new)}")
         return out
 

@@ -220,6 +220,13 @@ class RebalanceRequested(Event):
 
 
 @dataclass(frozen=True)
+class NodesInvited(Event):
+    """So many more nodes were asked for: when they come, they get containers."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class LeaveRequested(Event):
     """Drain some nodes, then let them go."""
 

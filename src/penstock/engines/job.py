@@ -18,6 +18,7 @@ from penstock.control.events import (
     CancelMovesRequested,
     LeaveRequested,
     MoveRequested,
+    NodesInvited,
     RebalanceRequested,
     RescaleRequested,
     StopRequested,
@@ -112,6 +113,7 @@ class Job:
                 f"the cluster manager did not take a request for {nodes} more executors.",
                 remedy="See that it can grant them: free workers, cores and memory, the limits of this application.",
             )
+        self._runtime.post(NodesInvited(self._runtime.clock(), nodes))
 
     def scale_in(self, nodes: int | list[str] = 1) -> None:
         """Let nodes go, so many or these: their slices move away first, while the job runs."""

@@ -295,6 +295,7 @@ class Runtime:
                 c.placement,
                 c.moves == "live",
                 c.move_timeout_s,
+                c.instances is None,
                 c.checkpoints == "full",
             ),
             Manifest(job_id, self.plan.graph.name, self.plan.fingerprint(), 0),

@@ -303,7 +303,7 @@ class World:
                 self.recoveries += 1
                 self.checkers.bounded_growth.on_failure()
                 detail = f": attempt {command.attempt}"
-                if self._calm() and self.driver is not None and self.driver.error is None:
+                if self._calm() and command.cause.startswith("failure: "):
                     self.checkers.progress.on_recovery(command.cause)
             case ReleaseNodes():
                 detail = f": {', '.join(command.nodes)}"

@@ -35,7 +35,7 @@ DEFAULTS = {
     "spark.shuffle.sort.bypassMergeThreshold": "1024",
     "spark.python.worker.reuse": "true",
     # A killed task may need a moment to its end. A worker that is killed in the middle has lost its slices.
-    "spark.python.task.killTimeout": "10s",
+    "spark.python.task.killTimeout": "3s",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     # The status store keeps the last jobs even without a UI: a run that never ends must not fill the driver.

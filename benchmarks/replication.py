@@ -34,6 +34,8 @@ INTERVALS_S = (1.0, 2.0, 5.0, 10.0)
 WORDS_S = 15_000
 """The rate in the paper's measurement of recovery."""
 SEED = 11
+WARM_UP_S = 15.0
+"""Words that were due while the job was starting come first."""
 
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
@@ -155,27 +157,27 @@ def delta_sizes(place: Path, interval: float, checkpoints: int) -> list[Row]:
     if not vocabulary.exists():
         vocabulary.mkdir(parents=True)
         common.write_batch(vocabulary_frame(), vocabulary, 0)
-    rows = int(WORDS_S * interval * (checkpoints + 1))
-    args = {"vocabulary": str(vocabulary), "work": str(work), "rows": rows, "interval_s": interval}
+    args = {"vocabulary": str(vocabulary), "work": str(work), "checkpoints": checkpoints, "interval_s": interval}
     figures = common.run_contender(MODULE, "penstock_paced", args, work)
-    common.check_counts(pl.read_parquet(work / "counts" / "*.parquet"), true_counts(rows), "penstock_paced")
+    truth = true_counts(figures["rows"])
+    common.check_counts(pl.read_parquet(work / "counts" / "*.parquet"), truth, "penstock_paced")
     shutil.rmtree(work, ignore_errors=True)
-    found = rows_of_sizes(figures["files"], figures["whole_bytes"], interval)
+    found = rows_of_sizes(figures["files"], figures["whole_bytes"], interval, checkpoints)
     for row in found:
         common.note(f"checkpoint: {row}")
     return found
 
 
-def rows_of_sizes(files: Sequence[Mapping[str, Any]], whole_bytes: int, interval: float) -> list[Row]:
-    """``files``: epoch_to and bytes of each delta. The checkpoint that loads the state is left out, and so is the last,
-    which is taken at the end of the input and not after a whole interval."""
+def rows_of_sizes(files: Sequence[Mapping[str, Any]], whole_bytes: int, interval: float, count: int) -> list[Row]:
+    """``files``: epoch_to and bytes of each delta. Those of the last ``count`` checkpoints before the very last one.
+
+    The first have the vocabulary, and the words that were due while the job was starting. The last is taken when the
+    job ends, and not after a whole interval.
+    """
     by_checkpoint: dict[int, int] = {}
     for file in files:
         by_checkpoint[file["epoch_to"]] = by_checkpoint.get(file["epoch_to"], 0) + file["bytes"]
-    # The load may be spread over two checkpoints: nothing is measured before the largest one has passed.
-    epochs = sorted(by_checkpoint)
-    largest = max(epochs, key=lambda epoch: by_checkpoint[epoch])
-    measured = [epoch for epoch in epochs if epoch > largest][:-1]
+    measured = sorted(by_checkpoint)[-count - 1 : -1]
     return [
         {
             "contender": "penstock_paced",
@@ -200,7 +202,7 @@ def vocabulary_frame() -> pl.DataFrame:
     return pl.DataFrame({"word": make_vocabulary(common.VOCABULARY)}, schema={"word": pl.String})
 
 
-def paced_words(rows: int, rows_s: float | None) -> Any:
+def paced_words(rows: int | None, rows_s: float | None) -> Any:
     import penstock as ps
 
     return ps.generator(common.numbered_words, rows=rows, rows_per_s=rows_s, seed=SEED)
@@ -213,7 +215,7 @@ def penstock_paced(args: dict[str, Any]) -> Iterator[Figures]:
     work = Path(args["work"])
     flow = ps.Flow("paced")
     all_words = flow.source("vocabulary", ps.files(f"{args['vocabulary']}/*.parquet"))
-    coming = flow.source("words", paced_words(args["rows"], WORDS_S)).select("plain", "word")
+    coming = flow.source("words", paced_words(None, WORDS_S)).select("plain", "word")
     both = all_words.union("both", coming)
     both.key_by("word").aggregate(words.OPERATOR, n=ps.count()).sink("out", ps.discard())
     job = ps.run(
@@ -226,8 +228,12 @@ def penstock_paced(args: dict[str, Any]) -> Iterator[Figures]:
         deltas_max=1_000,
         spark={"spark.driver.memory": common.DRIVER_MEMORY, "spark.local.dir": str(work / "spark")},
     )
-    job.wait()
+    wanted = args["checkpoints"] + 2 + round(WARM_UP_S / args["interval_s"])
+    while job.status().checkpoints < wanted and not job.wait(0.1):
+        pass
+    job.stop()
     yield {
+        "rows": job.status().rows - common.VOCABULARY,
         "files": checkpoint.deltas_on_disk(work / "checkpoint"),
         "whole_bytes": whole_bytes(work / "checkpoint"),
         "state_bytes": job.status().state_bytes,

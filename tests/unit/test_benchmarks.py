@@ -333,7 +333,7 @@ def _stand_in(module: str, contender: str, args: dict[str, Any], work: Path, **_
         return {"kills": kills, "fed": 7, "state_rows": 3, "state_bytes": 9, "batch_ms_p50": 1.0, **memory}
     if contender == "penstock_paced":
         files = [{"epoch_from": 0, "epoch_to": n, "bytes": size} for n, size in enumerate((100, 5, 7, 6, 1), 1)]
-        return {"files": files, "whole_bytes": 100, "state_bytes": 300, **memory}
+        return {"rows": 5, "files": files, "whole_bytes": 100, "state_bytes": 300, **memory}
     if contender == "penstock_peak":
         return {"rows_s": 1000, **memory}
     if contender == "penstock_half":
@@ -778,8 +778,8 @@ def test_output_that_came_twice_or_is_wrong_is_found(tmp_path: Path) -> None:
         return out
 
     truth = pl.DataFrame({"key": ["a", "b"], "n": [2, 1], "total": [7, 5]})
-    one = {"key": ["a", "b"], "n": [1, 1], "total": [3, 5]}
-    two = {"key": ["a"], "n": [2], "total": [7]}
+    one: dict[str, list[Any]] = {"key": ["a", "b"], "n": [1, 1], "total": [3, 5]}
+    two: dict[str, list[Any]] = {"key": ["a"], "n": [2], "total": [7]}
     recovery.check_output(write(one, two), truth, "any")
     for wrong in (write(one, two, two), write(one), write(one, {**two, "total": [8]}), write(two)):
         with pytest.raises(EngineError, match="not exact"):
@@ -851,14 +851,15 @@ def test_what_a_replica_costs_is_a_share_of_the_throughput_without() -> None:
     assert replication.ratios([], [])["lost_per_replica"] is None
 
 
-def test_checkpoints_are_measured_between_the_load_and_the_last() -> None:
-    files = [{"epoch_to": epoch, "bytes": size} for epoch, size in ((1, 40), (2, 99), (2, 1), (3, 6), (5, 8), (6, 2))]
-    rows = replication.rows_of_sizes(files, 200, 2.0)
-    assert [(row["delta_bytes"], row["delta_share"]) for row in rows] == [(6, 0.03), (8, 0.04)]
+def test_checkpoints_are_measured_after_the_load_and_before_the_end() -> None:
+    sizes = ((1, 40), (2, 99), (2, 1), (3, 6), (3, 2), (5, 6), (6, 2))
+    files = [{"epoch_to": epoch, "bytes": size} for epoch, size in sizes]
+    rows = replication.rows_of_sizes(files, 200, 2.0, 2)
+    assert [(row["delta_bytes"], row["delta_share"]) for row in rows] == [(8, 0.04), (6, 0.03)]
     assert replication.ratios([], rows)["delta_share_2s"] == 0.035
 
 
-def test_paced_words_are_counted_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paced_words_are_counted_without_an_engine() -> None:
     truth = replication.true_counts(5_000)
     assert truth.height == common.VOCABULARY and truth["n"].sum() == common.VOCABULARY + 5_000
     assert replication.true_counts(5_000).equals(truth)

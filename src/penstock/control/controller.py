@@ -84,7 +84,7 @@ CLOCK = "clock"
 """Among the clocks of edges: the clock of the last epoch (ms), which never goes back."""
 RECOVERIES_MAX = 5
 """Recoveries in a row without a new epoch published, or a checkpoint taken, in between."""
-COMMITS_KEPT = 4
+COMMITS_KEPT = 6
 """Whoever keeps copies hears of each checkpoint so often."""
 CATCH_UP_S = 2.0
 """After a checkpoint the next one waits so long for copies to get there, while slices are on the move."""
@@ -843,7 +843,8 @@ class Controller:
         for stage, gone in lost.items():
             if stage not in owners or not set(owners[stage]) & gone:
                 continue
-            peers = [p for p in self.peers(stage) if p.container in owners[stage] and p.container not in gone]
+            awake = set(owners[stage]) | self.up[stage]
+            peers = [p for p in self.peers(stage) if p.container in awake - gone]
             if not peers:
                 continue  # the container itself comes up again, somewhere
             holding = self.holding(stage, {p.container for p in peers})
@@ -867,13 +868,17 @@ class Controller:
                 run.routing = self.routing
 
     def holding(self, stage: StageId, usable: Collection[int]) -> dict[int, list[int]]:
-        """slice -> containers with a copy that is current at the last checkpoint"""
+        """slice -> containers with a copy that is current, or behind by no more than they are told of"""
         found: dict[int, list[int]] = {}
         for container in sorted(usable):
             checkpoint, slices = self.held.get((stage, container), (-1, frozenset()))
-            for number in slices if checkpoint == self.committed else ():
+            for number in slices if self._near(stage, checkpoint) else ():
                 found.setdefault(number, []).append(container)
         return found
+
+    def _near(self, stage: StageId, checkpoint: int) -> bool:
+        """Is it from this checkpoint to the last one no further than the commits that go with every task?"""
+        return checkpoint == self.committed or any(c.before == checkpoint for c in self.commits.get(stage, ()))
 
     def _story(
         self, stage: StageId, gone: set[int], owners: Sequence[int], holding: Mapping[int, Sequence[int]]
@@ -937,7 +942,7 @@ class Controller:
             m
             for m in self.migration.in_phase("rebuild")
             for checkpoint, slices in [self.held.get((m.stage, m.target), (-1, frozenset()))]
-            if checkpoint == self.committed and m.slice in slices
+            if m.slice in slices and self._near(m.stage, checkpoint)
         ]
 
     def _complete_switch(self) -> bool:

@@ -62,7 +62,7 @@ class TaskReport(msgspec.Struct):
     """Of a flush: deltas are still being written, because the store is slow or away. Ask again."""
     error: TaskError | None = None
     held: tuple[int, list[int]] | None = None
-    """Slices of which it has a backup that is current at a checkpoint, if that changed: (checkpoint, slices)."""
+    """Slices of which it has a backup that is, or soon will be, current at a checkpoint, if that changed."""
     rebuilt: dict[str, int] = {}
     """Slices that it had to bring up, by where they came from: backup, durable."""
     unsent: bool = False

@@ -118,7 +118,8 @@ class Keeper:
         self._start()
 
     def held(self, stage: str) -> tuple[int, frozenset[int]]:
-        """The newest checkpoint known and the slices current at it, as of the last step."""
+        """The newest checkpoint known and the slices that are, or soon will be, current at it, as of the last step.
+        Deltas that are still on their way are taken in by ``take``."""
         with self._lock:
             return self._held.get(stage, (0, frozenset()))
 
@@ -364,7 +365,7 @@ class Keeper:
     def _note(self) -> None:
         """What tasks see of a step. Under the lock."""
         stages = list(self._stages.values())
-        self._held = {kept.stage: (kept.checkpoint, kept.backups.current(kept.checkpoint)) for kept in stages}
+        self._held = {kept.stage: (kept.checkpoint, kept.backups.within_reach(kept.checkpoint)) for kept in stages}
         problems = [
             self._fault,
             self._spill_problem,

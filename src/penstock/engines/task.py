@@ -703,8 +703,15 @@ def split_by_owner(
         return [rows]
     owner = np.asarray(owners, dtype=np.int32)[slice_of(hashes, slices)]
     if rows.height <= FEW_ROWS:
-        return [rows[np.flatnonzero(owner == c)] for c in range(instances)]
+        return [_rows_at(rows, np.flatnonzero(owner == c)) for c in range(instances)]
     return [rows.filter(pl.Series(owner == c)) for c in range(instances)]
+
+
+def _rows_at(rows: pl.DataFrame, numbers: np.ndarray) -> pl.DataFrame:
+    if numbers.size in (0, rows.height):
+        return rows if numbers.size else rows.clear()
+    index = pl.Series(numbers.astype(np.uint32))
+    return pl.DataFrame([column[index] for column in rows.get_columns()])
 
 
 def _nothing(node: Node, frame: pl.DataFrame) -> pl.DataFrame:

@@ -174,6 +174,12 @@ class Backups:
     def current(self, checkpoint: int) -> frozenset[int]:
         return frozenset(number for number, held in self._held.items() if held.version == checkpoint)
 
+    def within_reach(self, checkpoint: int) -> frozenset[int]:
+        """Slices that are current, or will be by commits that are known: pieces on their way or small files to read."""
+        versions = {held.version for held in self._held.values()}
+        near = {version for version in versions if version == checkpoint or self._reaches(version, checkpoint)}
+        return frozenset(number for number, held in self._held.items() if held.version in near)
+
     def take(self, slices: Collection[int], checkpoint: int) -> dict[int, list[pl.DataFrame]]:
         """Of each slice that is current at ``checkpoint``, its frames in order: later rows win, tombstones included."""
         out = {}

@@ -52,7 +52,7 @@ from penstock.engines.sim.oracle import final_state, newest, run_undisturbed
 from penstock.engines.sim.outside import Outside, SimSink, SimSource
 from penstock.engines.sim.schedule import Schedule, SimPool
 from penstock.engines.task import DEAD_LETTERS, MANIFEST_NAME
-from penstock.errors import PenstockError
+from penstock.errors import CorruptData, PenstockError
 from penstock.ids import Epoch, StageId
 from penstock.plan import Plan, compile_flow
 from penstock.state.checkpoint import Manifest
@@ -392,7 +392,10 @@ class World:
         names = self.disk.memory.list("manifests/")
         if len(names) < 2:
             return
-        manifests = [Manifest.from_bytes(self.disk.items[n], n) for n in names[-2:]]
+        try:
+            manifests = [Manifest.from_bytes(self.disk.items[n], n) for n in names[-2:]]
+        except CorruptData:
+            return  # the last death tore it, and no driver has lived to write another
         only = sorted(manifests[1].names() - manifests[0].names())
         name = self.random.choice([MANIFEST_NAME.format(manifests[1].epoch), *only])
         self.tell("fault", f"{name} is torn")

@@ -31,7 +31,7 @@ DEFAULTS = {
     "spark.excludeOnFailure.enabled": "false",
     # Where a stage task runs is our decision, not the shuffle's.
     "spark.shuffle.reduceLocality.enabled": "false",
-    "spark.locality.wait": "10s",
+    "spark.locality.wait": "10min",
     "spark.shuffle.sort.bypassMergeThreshold": "1024",
     "spark.python.worker.reuse": "true",
     # A killed task may need a moment to its end. A worker that is killed in the middle has lost its slices.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.control.controller import MOVING_EPOCH_S, Controller, Settings
+from penstock.control.controller import COMMITS_KEPT, MOVING_EPOCH_S, Controller, Settings
 from penstock.control.events import (
     CancelAll,
     CancelMovesRequested,
@@ -213,7 +213,6 @@ def test_a_slice_moves_while_epochs_run() -> None:
     assert d.epoch() == 2
     assert d.runs[2, COUNT].seal and d.controller.committed == 2, "the less changed since, the less is sent"
     assert d.runs[2, COUNT].copies == ((1,), (), (), (1,), (), (), (), ())
-    d.epoch()  # the target has heard of checkpoint 2
     h = d.begin()
     assert d.phases == {0: "switch", 3: "switch"}
     source, target = d.runs[h, IN], h + 1
@@ -267,12 +266,13 @@ def test_nothing_is_handed_over_while_a_checkpoint_is_open() -> None:
     assert not any(run.handover for run in d.runs.values())
 
 
-def test_a_copy_that_is_behind_is_not_switched_to() -> None:
+def test_a_copy_that_is_too_far_behind_is_not_switched_to() -> None:
     d = fleet("a", "b")
-    d.now += 1.0
+    d.controller.held[COUNT, 1] = (1, frozenset({0}))  # it was current once, and nothing was heard since
+    d.copying = False
+    for _ in range(COMMITS_KEPT + 1):
+        d.checkpoint()
     d.move(0, to=1)
-    assert d.epoch() == d.controller.committed
-    d.copying = False  # the target said that it is current at the checkpoint before, and then nothing
     for _ in range(3):
         d.epoch()
     assert d.phases == {0: "rebuild"}
@@ -652,6 +652,37 @@ def test_stop_in_the_epoch_of_the_handover_leaves_the_slice_where_it_is() -> Non
     manifest = [c for c in d.commands if isinstance(c, WriteManifest)][-1].manifest
     assert manifest.routing["owners"][COUNT] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert manifest.epoch == number
+    assert d.outcomes == [(0, "cancelled")]
+
+
+def test_a_rescale_that_stops_everything_calls_off_the_moves_of_its_stage() -> None:
+    d = fleet("a", "b", "c", live=False)
+    d.move(0, to=2)
+    d.step(MoveRequested(d.now, WIN, {0: 2}))
+    while d.phases != {0: "switch"}:
+        number = d.begin()
+        if d.phases != {0: "switch"}:
+            d.finish(number)
+    d.step(MoveRequested(d.now, COUNT, {1: 2}))
+    d.step(RescaleRequested(d.now, COUNT, 2))
+    d.finish(number)
+    flush = [c for c in d.commands if isinstance(c, Flush)][-1]
+    flushed(d, flush)
+    assert d.outcomes == [(0, "cancelled"), (1, "cancelled")]
+    assert d.controller.routing.instances[COUNT] == 2 and set(d.controller.routing.owners[COUNT]) == {0, 1}
+    d.epoch()
+
+
+def flushed(d: Fleet, flush: Flush) -> None:
+    reports = []
+    for stage, containers in flush.containers.items():
+        for index in containers:
+            made = delta(stage, flush.epoch, flush.attempt, index)
+            made["file"]["slices"] = list(d.tables[flush.routing].slices_of(stage, index))
+            reports.append(TaskReport(stage, flush.epoch, flush.attempt, index, deltas=[made]))
+    for command in d.step(Flushed(d.now, flush.epoch, flush.attempt, tuple(reports))):
+        if isinstance(command, WriteManifest):
+            d.step(ManifestWritten(d.now, command.epoch, command.attempt))
 
 
 def ending(d: Fleet, event: Event | None) -> None:
@@ -665,15 +696,7 @@ def ending(d: Fleet, event: Event | None) -> None:
         flush = next((c for c in reversed(d.commands) if isinstance(c, Flush)), None)
         if d.controller.phase == "stopped" or flush is None:
             break
-        reports = []
-        for stage, containers in flush.containers.items():
-            for index in containers:
-                made = delta(stage, flush.epoch, flush.attempt, index)
-                made["file"]["slices"] = list(d.tables[flush.routing].slices_of(stage, index))
-                reports.append(TaskReport(stage, flush.epoch, flush.attempt, index, deltas=[made]))
-        for command in d.step(Flushed(d.now, flush.epoch, flush.attempt, tuple(reports))):
-            if isinstance(command, WriteManifest):
-                d.step(ManifestWritten(d.now, command.epoch, command.attempt))
+        flushed(d, flush)
     assert d.controller.phase == "stopped"
     assert [c for c in d.commands if isinstance(c, Finish)]
 
@@ -761,12 +784,22 @@ def test_lost_slices_come_up_where_they_are_held() -> None:
     assert d.controller.committed == 1 and 2 not in d.runs[2, COUNT].containers
 
 
-@pytest.mark.parametrize("stale", [False, True], ids=["nobody holds them", "copies are a checkpoint behind"])
-def test_slices_that_nobody_holds_current_come_from_the_durable_checkpoint(stale: bool) -> None:
+def test_a_copy_that_the_last_commits_bring_up_to_date_counts() -> None:
+    d = fleet("a", "b", "c", backups=1)
+    d.epoch()
+    d.copying = False
+    d.checkpoint()
+    d.begin()
+    d.lose("c")
+    assert next(text for text in d.said if "'count'" in text).endswith(" from backups")
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["nobody holds them", "copies are too far behind"])
+def test_slices_that_nobody_holds_come_from_the_durable_checkpoint(stale: bool) -> None:
     d = fleet("a", "b", "c", backups=int(stale))
     d.epoch()
-    if stale:
-        d.copying = False
+    d.copying = False
+    for _ in range(COMMITS_KEPT + 1 if stale else 0):
         d.checkpoint()
     lost = d.controller.routing.owners[COUNT].count(2)  # type: ignore[arg-type]
     d.begin()

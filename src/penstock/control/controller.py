@@ -1155,7 +1155,8 @@ class Controller:
         if self.checkpoint is not None:
             return self._flush()
         over = self.stopping or self.final or self._enough()
-        if over and self.handed:  # there is no next epoch to switch in
+        if (over or self.rescales) and self.handed:  # there is no next epoch to switch in
+            self.migration.recall(self.handed, now)
             self.handed = []
             self.switching = None
         if self.rescales or over:
@@ -1167,6 +1168,7 @@ class Controller:
                 self.checkpoint.watermarks = dict(self.watermarks)
                 return self._flush()
             for stage, instances in self.rescales:
+                self.migration.cancel(stage, None, now)  # their targets may be among those that go
                 self._set_routing(self.routing.rescale(stage, instances))
             if self.rescales:
                 self._house()

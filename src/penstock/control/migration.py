@@ -122,6 +122,12 @@ class Migration:
             self._end(move, "cancelled", now)
         return len(chosen)
 
+    def recall(self, moves: Iterable[Move], now: float) -> None:
+        """They were to switch, and there is no next epoch to do so in: the source has not let go."""
+        for move in moves:
+            if (known := self.moves.get((move.stage, move.slice))) is not None:
+                self._end(known, "cancelled", now)
+
     def expire(self, now: float, timeout_s: float) -> None:
         for move in self.in_phase("prepare", "rebuild"):
             if now - move.since > timeout_s:

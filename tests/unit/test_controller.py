@@ -195,7 +195,7 @@ def test_one_epoch_from_plan_to_published() -> None:
     assert record["routing"] == d.controller.routing.to_json(), "the first epoch says which routing holds"
     run = one(d.log(1), RunStage)
     assert run == RunStage(
-        Epoch(1), IN, Attempt(1), Epoch(0), 1, False, span(1), NEVER, NEVER, {}, 1_001, cause="EpochLogged"
+        Epoch(1), IN, Attempt(1), Epoch(0), 1, False, span(1), NEVER, NEVER, {}, 1_001, (), (0, 1), cause="EpochLogged"
     )
     assert brief(d.done(1, IN)) == [("run", COUNT, 1), ("run", WIN, 1)]
     assert d.done(1, COUNT) == []

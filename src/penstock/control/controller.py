@@ -324,6 +324,8 @@ class Controller:
         self.nodes = {n.name: n for n in event.nodes or (NodeInfo("local"),)}
         self._house()
         self._rehold()
+        for source in [s for s in self.topology.stages if s.is_source]:
+            self.up[source.id] = set(range(self.routing.instances[source.id]))  # the engine starts them
         self._rewind(event.now)
         self.first_epoch = self.next_epoch
         return []
@@ -653,7 +655,7 @@ class Controller:
         self.resizes[event.stage] = event.instances
         self._house()
         new = set(range(event.instances)) - self._awake(event.stage)
-        if new and event.stage in self.routing.owners:
+        if new:
             return self._warm_up(event.stage, new)
         return self._resize(event.stage, event.now)
 
@@ -800,6 +802,9 @@ class Controller:
             wanted = spare if self.settings.grows else spare[: self.invited]
             self.invited = max(0, self.invited - len(spare))
             out += self._grow([self.nodes[n] for n in wanted])
+            for stage in [s for s in self.topology.stages if not s.stateful]:
+                housed = {c for c in range(self.routing.instances[stage.id]) if c in self.routing.homes}
+                out += self._warm_up(stage.id, housed - self.up[stage.id])
             self.respread.add(f"new {_named(new)}")
         return out
 
@@ -918,7 +923,7 @@ class Controller:
         for stage, wanted in list(self.resizes.items()) if not self._complete_switch() else ():
             self._resized(stage, wanted, now)
         for stateless in [s.id for s in self.topology.stages if not s.stateful and not s.is_source]:
-            peers = self.peers(stateless)
+            peers = [p for p in self.peers(stateless) if p.container in self._awake(stateless)]
             if peers and {p.container for p in peers} != set(self.routing.occupied(stateless)):
                 owners = placement.spread(self.routing.owners[stateless], peers)
                 if owners != self.routing.owners[stateless]:
@@ -978,7 +983,8 @@ class Controller:
     def _note_peers(self, stage: StageId, reports: Sequence[TaskReport]) -> list[Command]:
         """What containers say of their copies."""
         out: list[Command] = []
-        self.up[stage] |= {r.index for r in reports}
+        if not self.topology[stage].is_source:  # there, the index is that of a split
+            self.up[stage] |= {r.index for r in reports}
         self.unsent.discard(stage)
         for report in reports:
             if report.held is not None:
@@ -1096,7 +1102,9 @@ class Controller:
             time.arrivals,
             run.record["clock_ms"],
             time.ports,
-            () if stage.is_source else tuple(sorted({*run.routing.occupied(stage.id), *keepers})),
+            self._readers(run, stage)
+            if stage.is_source
+            else tuple(sorted({*run.routing.occupied(stage.id), *keepers})),
             copies,
             self.commits.get(stage.id, ()) if copies else (),
             stage.id in run.sends,
@@ -1105,6 +1113,12 @@ class Controller:
             self.settings.full_snapshots,
             run.epoch <= self.published,
         )
+
+    def _readers(self, run: EpochRun, stage: StageInfo) -> tuple[int, ...]:
+        """Containers that read the splits of a source: those that have a process, or somebody would wait for one."""
+        homes = run.routing.homes
+        housed = [c for c in range(run.routing.instances[stage.id]) if homes.get(c) in self.nodes]
+        return tuple(c for c in housed if c in self.up[stage.id]) or tuple(housed) or (0,)
 
     def _copies(self, run: EpochRun, stage: StageInfo) -> tuple[tuple[int, ...], ...]:
         if not stage.stateful:

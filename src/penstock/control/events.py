@@ -311,7 +311,7 @@ class RunStage(Command):
     ports: tuple[tuple[int, int], ...] = ()
     """with several inputs: watermark before and after, of each"""
     containers: tuple[int, ...] = ()
-    """Containers of a keyed stage that run: those with slices, those that will have some."""
+    """Containers that run: of a keyed stage those with slices, or that will have some; of a source, one a split."""
     copies: tuple[tuple[int, ...], ...] = ()
     """For each slice the containers that keep a copy: backup holders, targets of moves. Empty: nobody."""
     commits: tuple[Commit, ...] = ()

@@ -534,7 +534,7 @@ class Runtime:
         if stage.source is not None and command.range is not None:
             r = command.range
             try:
-                splits = stage.source.splits(r["start"], r["end"], routing.instances[stage.id])
+                splits = stage.source.splits(r["start"], r["end"], len(command.containers))
             except PenstockError as error:
                 self.post(Fatal(self.clock(), task_error(error)))
                 return

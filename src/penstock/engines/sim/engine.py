@@ -306,7 +306,10 @@ class SimEngine:
             return StageDone(c.schedule.now, command.epoch, command.stage, command.attempt, reports, 1.0)
 
         job = JobRun(command.epoch, command.stage, command.attempt, len(specs), done, receives=command.receives)
-        self._launch(job, specs, routing.homes, self._run_task)
+        homes = routing.homes
+        if c.plan.by_id[command.stage].source is not None:  # a split is read where its container is
+            homes = {k: homes[container] for k, container in enumerate(command.containers) if container in homes}
+        self._launch(job, specs, homes, self._run_task)
 
     def flush(self, command: Flush, routing: RoutingTable) -> None:
         c = self.cluster

@@ -143,7 +143,7 @@ class SparkEngine:
         self.slots: dict[tuple[str, int, str], Any] = {}
         self.placements: dict[tuple[int, str | None], Any] = {}
         self.warming: dict[StageId, Future[None]] = {}
-        self.source_tasks: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self.source_tasks: dict[tuple[str, tuple[tuple[int, str], ...]], Any] = {}
         self.outputs: dict[tuple[int, str], Output] = {}
         self.group = f"penstock-{self.run_id}"
         self.pool = ThreadPoolExecutor(16, thread_name_prefix="penstock-job")
@@ -219,8 +219,8 @@ class SparkEngine:
         """The session goes on without us: our containers' processes should not."""
         try:
             self.jvm.job_group(f"{self.group}-end", "end", msgspec.json.encode(JobSpec("end", {}, {})).decode())
-            slots = [key for key in self.slots if self.plan.by_id[StageId(key[0])].stateful]
-            tasks = [self._alone(*key) for key in slots if key[2] == DRIVER or key[2] in self.executors]
+            alive = [key for key in self.slots if key[2] == DRIVER or key[2] in self.executors]
+            tasks = [self._alone(*key) for key in alive]
             if tasks:
                 self.jvm.union(tasks).count()
         except Exception as error:  # they end by themselves after a while
@@ -311,8 +311,9 @@ class SparkEngine:
                 self.accumulator,
                 self.keep,
             )
-            # Tasks of sources keep nothing, so any idle worker will do; a container's must find its own process again.
-            dedicated = self.plan.by_id[StageId(stage)].stateful
+            # A container must find its own process again. Tasks of sources keep nothing, so that any idle worker would
+            # do; but a process of their own outlives a job that fails, and starting one takes longer than recovering.
+            dedicated = self.plan.by_id[StageId(stage)].stateful or bool(self.executors)
             slot = f"{self.run_id}:{stage}:{index}" if dedicated else self.run_id
             env = {**self.env, SLOT: slot}
             found = self.jvm.function(task, env)
@@ -412,12 +413,14 @@ class SparkEngine:
             warming.result()
         offsets, partitions = self._numbering(routing)
         specs = task_specs(command, self.plan, routing, splits, self.on_error)
-        job = JobSpec("run", {command.stage: specs[0]}, offsets, splits)
+        containers = command.containers[: len(specs)]
+        read = {c: (s.index, s.split) for c, s in zip(containers, specs, strict=True)} if stage.source else {}
+        job = JobSpec("run", {command.stage: specs[0]}, offsets, read)
         self.jvm.job_group(self.group, f"stage-{stage.index}", msgspec.json.encode(job).decode())
-        slots = {s.index: self._node(routing.homes, s.index) for s in specs}
+        slots = {s.index: self._node(routing.homes, c) for s, c in zip(specs, containers, strict=True)}
         with self.lock:
             self.jobs[command.epoch, command.stage, command.attempt] = Running(time.monotonic(), slots)
-        tasks = self._tasks(stage, command, [s.index for s in specs], routing, offsets)
+        tasks = self._tasks(stage, command, containers, routing, offsets)
         if stage.outs or command.sends:
             shuffled = self.jvm.shuffle(tasks, partitions)
             shuffle_id = self.jvm.run_to_shuffle(shuffled)
@@ -431,11 +434,16 @@ class SparkEngine:
         return StageDone(time.monotonic(), command.epoch, command.stage, command.attempt, reports, elapsed)
 
     def _tasks(
-        self, stage: Stage, command: RunStage, indices: list[int], routing: RoutingTable, offsets: Mapping[str, int]
+        self,
+        stage: Stage,
+        command: RunStage,
+        indices: Sequence[int],
+        routing: RoutingTable,
+        offsets: Mapping[str, int],
     ) -> Any:
         """One RDD for each slot, united. Those of a source are made once: nothing of an epoch is in them."""
         nodes = [self._node(routing.homes, i) for i in indices]
-        key = (stage.id, tuple(nodes))
+        key = (stage.id, tuple(zip(indices, nodes, strict=True)))
         if stage.source is not None:
             with self.lock:
                 known = self.source_tasks.get(key)

@@ -32,6 +32,9 @@ DEFAULTS = {
     # Where a stage task runs is our decision, not the shuffle's.
     "spark.shuffle.reduceLocality.enabled": "false",
     "spark.locality.wait": "10min",
+    # Who asks a dead executor for a block would else ask again for a quarter of a minute. Recovery is faster.
+    "spark.shuffle.io.maxRetries": "2",
+    "spark.shuffle.io.retryWait": "100ms",
     "spark.shuffle.sort.bypassMergeThreshold": "1024",
     "spark.python.worker.reuse": "true",
     # A killed task may need a moment to its end. A worker that is killed in the middle has lost its slices.
@@ -61,7 +64,7 @@ LOCAL_JVM = (
     "-XX:MinHeapFreeRatio=10",
     "-XX:MaxHeapFreeRatio=30",
 )
-"""In local mode the JVM shares its cores with the Python workers, and moves bytes for them. The optimising compiler and
+"""On one machine the JVMs share its cores with the Python workers, and move bytes for them. The optimising compiler and
 a concurrent collector take more of these cores, for minutes, than their work gives back."""
 
 LOG4J = """\
@@ -112,7 +115,9 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
         del settings["spark.driver.host"], settings["spark.driver.bindAddress"]
     else:
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # or Spark warns about the host's name
-    java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", *(LOCAL_JVM if is_local(config.master) else ())]
+    java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", *(LOCAL_JVM if single_machine(config.master) else ())]
+    if single_machine(config.master):
+        settings["spark.executor.extraJavaOptions"] = " ".join(LOCAL_JVM)
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
     settings.update(config.spark)
     daemon = None if DAEMON in settings else _use_slots(settings, config.master)

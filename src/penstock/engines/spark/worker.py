@@ -36,7 +36,8 @@ class JobSpec(msgspec.Struct):
     specs: dict[str, TaskSpec]
     offsets: dict[str, int]
     """stage -> number of its first container in the shuffle's partitions"""
-    splits: list[dict[str, Any]] = []
+    splits: dict[int, tuple[int, dict[str, Any] | None]] = {}
+    """container that reads a split -> the split's number, and the split"""
 
 
 _decode = msgspec.json.Decoder(JobSpec).decode
@@ -142,8 +143,8 @@ class SlotTask:
         if job.mode == "flush":
             self._report(worker.flush(spec))
             return
-        if self.index < len(job.splits):
-            spec.split = job.splits[self.index]
+        if self.index in job.splits:
+            spec.index, spec.split = job.splits[self.index]
         report, out = worker.run(spec, blobs)
         del blobs
         self._report(report)

@@ -35,8 +35,13 @@ place, faults = Path(sys.argv[1]), sys.argv[2].split(",")
 NODES, LIMIT_S = 4, 150
 
 
+HANGS = str(place / "hangs")
+
+
 class Chain(ps.Operator):
     def on_event(self, key, event, chain: ps.Value[int], emit):
+        while key == "w7" and os.path.exists(HANGS):
+            time.sleep(0.02)
         chain.set((chain.get(0) * 31 + event.n) % 1_000_003)
         emit(word=key, chain=chain.get())
 
@@ -160,7 +165,9 @@ for fault in faults:
     elif fault == "a worker":
         os.kill(reports["sums", 0].pid, signal.SIGKILL)
     elif fault == "a hang":
-        os.kill(reports["sums", 1].pid, signal.SIGSTOP)
+        Path(HANGS).touch()  # user code that does not come back, in the container that has this key
+        until("it is noticed", lambda c: c.suspects)
+        Path(HANGS).unlink()
     elif fault == "all":
         kill(NODES)
     until(f"output after {fault}", lambda c: c.recoveries > recoveries and fresh(c, past))

@@ -88,6 +88,8 @@ COMMITS_KEPT = 6
 """Whoever keeps copies hears of each checkpoint so often."""
 CATCH_UP_S = 2.0
 """After a checkpoint the next one waits so long for copies to get there, while slices are on the move."""
+GATHER_S = 10.0
+"""When all nodes were lost at once, so long may those that come back wait for each other."""
 MOVING_EPOCH_S = 0.1
 """Without input, empty epochs run so often while slices are on the move."""
 
@@ -227,6 +229,8 @@ class Controller:
         """Nodes that are to leave and own nothing any more, from this epoch on."""
         self.released: set[str] = set()
         """Of those, the ones given back. They are not used again, even if they take a while to go."""
+        self.lost_all_at: float | None = None
+        """When the last node was lost, until enough have come back."""
         self.invited = 0
         """Nodes that were asked for and have not come yet."""
         self.bad_holders: set[str] = set()
@@ -796,7 +800,9 @@ class Controller:
             gone = {c for c, node in self.routing.homes.items() if node in lost}
             reason = f"lost {_named(lost)}" + (f" ({event.reason})" if event.reason else "")
             out += self._lose({s.id: gone for s in self.topology.stages}, event.now, reason)
-        if new:
+        if not self.nodes:
+            self.lost_all_at = event.now
+        if new and not self._gathering(event.now):
             self._house()
             spare = sorted(new - set(self.routing.homes.values()))
             wanted = spare if self.settings.grows else spare[: self.invited]
@@ -807,6 +813,17 @@ class Controller:
                 out += self._warm_up(stage.id, housed - self.up[stage.id])
             self.respread.add(f"new {_named(new)}")
         return out
+
+    def _gathering(self, now: float) -> bool:
+        """All nodes were lost: the first that comes back should not get everything, so wait a moment for others."""
+        if self.lost_all_at is None:
+            return False
+        enough = sum(n.cores for n in self.nodes.values()) >= len(self._working())
+        if enough or (self.nodes and now - self.lost_all_at > GATHER_S):
+            self.lost_all_at = None
+            self._house()
+            return False
+        return True
 
     def _grow(self, nodes: Sequence[NodeInfo]) -> list[Command]:
         """Nodes that no container was left for: every stage gets more of them."""
@@ -1033,6 +1050,8 @@ class Controller:
         if self.recovering:
             if self.outstanding:
                 return []  # old work must be gone before its containers are used again
+            if self._gathering(now):
+                return []
             if self.homeless():
                 self._house(self._working())
                 if self.homeless():

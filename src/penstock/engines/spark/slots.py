@@ -210,6 +210,13 @@ def forget_task() -> None:
         module.BarrierTaskContext._setTaskContext(None)
 
 
+def is_stopped(pid: int) -> bool:
+    """Somebody stopped the process with a signal: it does not even begin with its task."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
 def die_with_parent(parent: int) -> None:
     """Linux kills us when the daemon is gone, whatever we do then. Elsewhere we see the socket pair's end."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform.startswith("linux") else None
@@ -291,7 +298,7 @@ class Daemon:
         if self.child is None or self.child.pid != pid:
             return
         task = self.child.tasks[0]
-        if in_task(task):
+        if in_task(task) or is_stopped(pid):
             time.sleep(GRACE_S)
             if self.child.tasks[0] == task:
                 os.kill(pid, signal.SIGKILL)

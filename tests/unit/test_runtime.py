@@ -11,6 +11,8 @@ import pytest
 
 import penstock as ps
 from penstock import testing
+from penstock.control.policies import Decision, Observation, nothing
+from penstock.engines import runtime as runtime_module
 from penstock.engines.job import start
 from penstock.errors import BadRecordError, ConfigError, FlowError, SinkError, SourceError, UserCodeError
 
@@ -272,3 +274,27 @@ def test_a_manual_clock() -> None:
     while not job.wait(0.001):
         clock.advance(0.1)
     assert last_counts(sink.frame()) == {"a": 30}
+
+
+def test_what_a_policy_decides_is_done_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked once a second of the job's clock; its sentence is in the status and in the notices."""
+
+    class Grows:
+        name = "grows"
+
+        def decide(self, seen: Observation) -> Decision:
+            if seen.instances["count"] > 1:
+                return nothing("it is large enough")
+            return Decision("rescale", "it is small", instances={"count": 3})
+
+    monkeypatch.setattr(runtime_module, "policy_from", lambda config: Grows())
+    monkeypatch.setattr(runtime_module, "POLICY_S", 0.0)
+    source = ps.generator(
+        lambda first, n, rng: pl.DataFrame({"k": [f"k{i % 50}" for i in range(n)]}), schema={"k": str}
+    )
+    config = ps.Config(epoch_rows=50, instances=1, slices=8, checkpoint_interval_s=0.0, control=False)
+    with start(counting(source, ps.discard()), engine="local", config=config) as job:
+        while len(set(job.routing.owners["count"]) if job.routing else ()) < 3:
+            assert not job.wait(0.01)
+        assert job.status().policy is not None and "large enough" in job.status().policy
+    assert any("it is small" in notice for notice in job.notices)

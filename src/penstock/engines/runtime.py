@@ -51,11 +51,13 @@ from penstock.control.events import (
     Flush,
     LogEpoch,
     ManifestWritten,
+    MoveRequested,
     NothingNew,
     PlanEpoch,
     PublishEpoch,
     ReleaseEpoch,
     ReleaseNodes,
+    RescaleRequested,
     RunStage,
     StageDone,
     Started,
@@ -67,6 +69,7 @@ from penstock.control.events import (
     WriteManifest,
 )
 from penstock.control.pacing import Pacer
+from penstock.control.policies import Observation, Policy, policy_from
 from penstock.control.routing import RoutingTable
 from penstock.control.topology import StageInfo, Topology
 from penstock.engines.protocol import Engine
@@ -95,6 +98,8 @@ TICK_S = 0.02
 ATTEMPTS_PER_START = 1000
 HEARTBEAT_S = 10.0
 NOTICES_MAX = 200
+POLICY_S = 1.0
+"""How often a policy is asked."""
 CLOCKED_EPOCH_S = 0.5
 """An idle flow with windows by the clock runs an empty epoch this often."""
 
@@ -171,6 +176,8 @@ class Runtime:
         """An epoch could not be logged: the job is about to end."""
         self.away_notice: str | None = None
         """Said while the store is away."""
+        self.policy: Policy | None = policy_from(config)
+        self.policy_said: str | None = None
         durable = checkpoint_url is not None and config.checkpoint is not None
         self.journal = Journal(store if durable else None, config.journal_mb, wall_ms=wall_ms)
 
@@ -205,7 +212,7 @@ class Runtime:
 
     def _loop(self) -> None:
         assert self.controller is not None
-        beat = self.clock()
+        beat = considered = self.clock()
         while not self.reason and self.error is None:
             try:
                 event = self.events.get(timeout=TICK_S)
@@ -215,6 +222,28 @@ class Runtime:
                 beat = event.now
                 self.heartbeat()
             self.handle(event)
+            if self.policy is not None and event.now - considered > POLICY_S:
+                considered = event.now
+                self._consider(self.policy, event.now)
+
+    def _consider(self, policy: Policy, now: float) -> None:
+        """Ask the policy, and do what it says as though somebody had asked for it."""
+        assert self.controller is not None and self.metrics is not None
+        if self.controller.phase != "running":
+            return
+        status = self.status()
+        owners = {str(stage): slices for stage, slices in self.controller.routing.owners.items()}
+        busy = self.metrics.busy_containers(status)
+        decision = policy.decide(Observation.of(status, now, owners=owners, busy_containers=busy))
+        self.policy_said = f"{policy.name}: {decision}"
+        if decision.kind == "nothing":
+            return
+        self.notices = [*self.notices[-NOTICES_MAX:], f"policy {self.policy_said}"]
+        for stage, instances in decision.instances.items():
+            self.post(RescaleRequested(now, StageId(stage), instances))
+        if decision.kind == "move" and decision.stage is not None:
+            targets = {move.slice: move.target for move in decision.moves}
+            self.post(MoveRequested(now, StageId(decision.stage), targets, decision.reason))
 
     def handle(self, event: Event) -> None:
         """One event: what it means, and what is to be done about it."""
@@ -751,6 +780,7 @@ class Runtime:
             nodes=cluster.nodes(self.controller),
             moves=cluster.moves(self.controller, now),
             backups=cluster.backups(self.controller),
+            policy=self.policy_said or (self.policy.name if self.policy is not None else None),
         )
         if self.error is not None:
             return replace(status, phase="failed", error=str(self.error))

@@ -99,6 +99,16 @@ class Metrics:
             for r in reports:
                 s.times[r.index].append((r.busy_ms, r.rows_in))
 
+    def busy_containers(self, status: JobStatus) -> dict[tuple[str, int], float]:
+        """Share of its time that each container of a keyed stage works: its part of what the stage does."""
+        out: dict[tuple[str, int], float] = {}
+        for stage in status.operators:
+            times = {c: sum(ms for ms, _ in recent) for c, recent in self.stages[stage.id].times.items()}
+            whole = sum(times.values())
+            for container, ms in times.items() if whole else ():
+                out[stage.id, container] = min(1.0, stage.busy * stage.instances * ms / whole)
+        return out
+
     def exchanged(self, stage: str, local: int, remote: int) -> None:
         self.stages[stage].bytes_local += local
         self.stages[stage].bytes_remote += remote

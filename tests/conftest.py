@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Jobs of tests, and those that tests kill, leave their sockets here and not beside the user's own.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="pk-")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 # Shared machines stall now and then: a deadline for each example would test them and not us; every test has a timeout.
 settings.register_profile("penstock", deadline=None, print_blob=True)

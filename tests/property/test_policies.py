@@ -137,14 +137,20 @@ def test_four_times_the_load_and_back(policy: Policy, load: float, start: int) -
 
     def settle(load: float) -> tuple[int, int]:
         """Decisions until the job is at rest, and its size then."""
-        decided = sum(model.step(guarded, load).kind != "nothing" for _ in range(400))
-        assert sum(model.step(guarded, load).kind != "nothing" for _ in range(400)) == 0, "it comes to rest"
-        return decided, model.size
+        decided = quiet = 0
+        for _ in range(LONG):
+            changed = model.step(guarded, load).kind != "nothing"
+            decided, quiet = decided + changed, 0 if changed else quiet + 1
+            if quiet == 400:
+                return decided, model.size
+        raise AssertionError("it comes to rest")
 
     first, small = settle(load)
     up, large = settle(4 * load)
     down, again = settle(load)
-    assert max(first, up, down) <= (24 if isinstance(policy, Ring) else 7)
+    # At a boundary between two sizes a shrink may be regretted, each time with twice the patience.
+    regrets = 2 * math.log2(PATIENCE_MAX)
+    assert max(first, up, down) <= (24 if isinstance(policy, Ring) else 7) + regrets
     assert large >= small
     capacity = 1000.0
     for size, rate in ((small, load), (large, 4 * load), (again, load)):

@@ -1137,7 +1137,10 @@ class Controller:
         """Containers that read the splits of a source: those that have a process, or somebody would wait for one."""
         homes = run.routing.homes
         housed = [c for c in range(run.routing.instances[stage.id]) if homes.get(c) in self.nodes]
-        return tuple(c for c in housed if c in self.up[stage.id]) or tuple(housed) or (0,)
+        if not housed:  # all that used to read it are gone: others do, wherever there is a node
+            housed = sorted(c for c, node in homes.items() if node in self.nodes) or sorted(homes) or [0]
+            housed = housed[: run.routing.instances[stage.id]]
+        return tuple(c for c in housed if c in self.up[stage.id]) or tuple(housed)
 
     def _copies(self, run: EpochRun, stage: StageInfo) -> tuple[tuple[int, ...], ...]:
         if not stage.stateful:

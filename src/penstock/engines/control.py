@@ -737,6 +737,8 @@ class RemoteJob:
         return self._over
 
     def stop(self, *, wait: bool = False) -> str:
+        if wait:
+            self.status()  # its end may come before the next answer: then this is the last that is known of it
         said = str(self.request("stop")["said"])
         if wait:
             self.wait()

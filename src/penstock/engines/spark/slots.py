@@ -186,17 +186,17 @@ def load_main() -> Main:
 
 def restore_broadcasts(known: dict[int, Any]) -> None:
     """The JVM tells each connection what is new and what is gone since that connection's last task."""
-    registry = _broadcast_registry()
-    if registry is not None:
-        registry.clear()
-        registry.update(known)
+    known_here = _broadcasts()
+    if known_here is not None:
+        known_here.clear()
+        known_here.update(known)
 
 
 def keep_broadcasts() -> dict[int, Any]:
-    return dict(_broadcast_registry() or {})
+    return dict(_broadcasts() or {})
 
 
-def _broadcast_registry() -> dict[int, Any] | None:
+def _broadcasts() -> dict[int, Any] | None:
     module = sys.modules.get("pyspark.core.broadcast")
     found: dict[int, Any] | None = module._broadcastRegistry if module else None
     return found

@@ -24,7 +24,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.control.controller import Controller, Settings
+from penstock.control.controller import Controller
+from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
     CancelMovesRequested,

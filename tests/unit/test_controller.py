@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.control.controller import FOREVER, NEVER, RECOVERIES_MAX, Controller, Settings
+from penstock.control.controller import FOREVER, NEVER, RECOVERIES_MAX, Controller
+from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
     CollectGarbage,

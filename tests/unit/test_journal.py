@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 import penstock as ps
 from penstock import cli, testing
 from penstock.control import events
-from penstock.control.controller import Controller, Settings
+from penstock.control.controller import Controller
+from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
     Command,

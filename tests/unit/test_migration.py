@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.control.controller import COMMITS_KEPT, MOVING_EPOCH_S, Controller, Settings
+from penstock.control.controller import COMMITS_KEPT, MOVING_EPOCH_S, Controller
+from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
     CancelMovesRequested,

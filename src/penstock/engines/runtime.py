@@ -34,7 +34,8 @@ from penstock import errors
 from penstock.config import Config
 from penstock.connectors.base import SinkContext, SourceContext, SourceRange
 from penstock.connectors.sinks import encode as encode_rows
-from penstock.control.controller import Controller, Settings
+from penstock.control.controller import Controller
+from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
     CollectGarbage,

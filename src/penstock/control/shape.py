@@ -1,0 +1,512 @@
+"""The shape of a job: its nodes, where its containers live, who owns slices, who keeps copies, and how that changes.
+
+The half of the controller that answers to nodes that come and go, containers that hang, and people who rescale and
+move. It decides rows of the routing table; the other half, ``controller.py``, runs epochs by it and takes checkpoints.
+Both are one object with one state: a move waits for a checkpoint, and a checkpoint for a move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.control import placement
+from penstock.control.epochs import Checkpoint, EpochRun, Settings
+from penstock.control.events import (
+    CancelMovesRequested,
+    Command,
+    LeaveRequested,
+    MoveRequested,
+    NodeInfo,
+    NodesChanged,
+    NodesInvited,
+    RebalanceRequested,
+    ReleaseNodes,
+    RescaleRequested,
+    Stuck,
+    TaskReport,
+    Tell,
+    WarmedUp,
+    WarmUp,
+)
+from penstock.control.migration import Migration, Move
+from penstock.control.placement import Peer
+from penstock.control.routing import RoutingTable
+from penstock.control.topology import StageInfo, Topology
+from penstock.errors import ConfigError
+from penstock.ids import NO_EPOCH, Attempt, Epoch, StageId
+from penstock.state.backup import Commit
+
+GATHER_S = 10.0
+"""When all nodes were lost at once, so long may those that come back wait for each other."""
+
+
+class Shape:
+    def __init__(self, topology: Topology, routing: RoutingTable, settings: Settings) -> None:
+        self.topology = topology
+        self.routing = routing
+        self.settings = settings
+        self.phase = "starting"
+        self.attempt = Attempt(1)
+        self.next_epoch = Epoch(1)
+        self.published = NO_EPOCH
+        self.committed = NO_EPOCH
+        self.final = False
+        """The epoch that ends a bounded input has been planned."""
+        self.in_flight: dict[Epoch, EpochRun] = {}
+        self.checkpoint: Checkpoint | None = None
+        self.checkpoint_at = 0.0
+        self.rescales: list[tuple[StageId, int]] = []
+        self.outstanding: set[tuple[Attempt, Epoch, str]] = set()
+        """Jobs of this or older attempts that have not come back."""
+        self.recovering = False
+        self.routings: dict[int, RoutingTable] = {}
+        """Versions that commands under way refer to."""
+        self.policy = placement.policy(settings.placement)
+        self.nodes: dict[str, NodeInfo] = {}
+        self.leaving: set[str] = set()
+        self.drained: dict[str, Epoch] = {}
+        """Nodes that are to leave and own nothing any more, from this epoch on."""
+        self.released: set[str] = set()
+        """Of those, the ones given back. They are not used again, even if they take a while to go."""
+        self.lost_all_at: float | None = None
+        """When the last node was lost, until enough have come back."""
+        self.invited = 0
+        """Nodes that were asked for and have not come yet."""
+        self.bad_holders: set[str] = set()
+        self.suspects: set[tuple[StageId, int]] = set()
+        """Containers that hung, until they answer again."""
+        self.up: dict[StageId, set[int]] = {s.id: set() for s in topology.stages}
+        """Containers known to have a process."""
+        self.warming: set[tuple[StageId, int]] = set()
+        self.held: dict[tuple[StageId, int], tuple[int, frozenset[int]]] = {}
+        """What containers say of their copies: slices that are current at a checkpoint."""
+        self.commits: dict[StageId, tuple[Commit, ...]] = {}
+        self.unsent: set[StageId] = set()
+        self.sent: dict[Epoch, tuple[Mapping[StageId, int], set[StageId]]] = {}
+        """Epochs in which containers sent something to their peers: the numbering they used, and the stages."""
+        self.migration = Migration()
+        self.resizes: dict[StageId, int] = {}
+        """Instances asked for, until the stage has them."""
+        self.handed: list[Move] = []
+        """Moves whose source sends in the last epoch begun: the next one has the new owners."""
+        self.switching: Epoch | None = None
+        """The first epoch with new owners, until it is published."""
+        self.switched = NO_EPOCH
+        self.checkpoint_wanted = False
+        self.respread: set[str] = set()
+        """Why slices should be spread anew, when there is somebody to take them."""
+
+    def _recover(self, now: float, reason: str) -> list[Command]:
+        """Everything goes back to the last checkpoint. The other half's."""
+        raise NotImplementedError
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _rescale_requested(self, event: RescaleRequested) -> list[Command]:
+        try:
+            self.routing.check(event.stage, event.instances)
+        except ConfigError:
+            return []  # whoever asked was told already
+        self.resizes[event.stage] = event.instances
+        self._house()
+        new = set(range(event.instances)) - self._awake(event.stage)
+        if new:
+            return self._warm_up(event.stage, new)
+        return self._resize(event.stage, event.now)
+
+    def _warm_up(self, stage: StageId, containers: Collection[int]) -> list[Command]:
+        cold = tuple(c for c in sorted(containers) if (stage, c) not in self.warming)
+        if not cold:
+            return []
+        self.warming |= {(stage, c) for c in cold}
+        return [WarmUp(stage, cold, {c: self.routing.homes[c] for c in cold if c in self.routing.homes})]
+
+    def _warmed_up(self, event: WarmedUp) -> list[Command]:
+        pairs = {(event.stage, c) for c in event.containers}
+        self.warming -= pairs
+        if pairs & self.suspects:
+            self.suspects -= pairs
+            self.respread.add("a container answers again")
+        self.up[event.stage] |= set(event.containers)
+        self.migration.up(event.stage, event.containers)
+        return self._resize(event.stage, event.now) if event.stage in self.resizes else []
+
+    def _resize(self, stage: StageId, now: float) -> list[Command]:
+        """Everybody who will be needed is there: make room at the next epoch, then move slices."""
+        wanted = self.resizes[stage]
+        if not self.settings.live:
+            self.rescales.append((stage, wanted))
+            del self.resizes[stage]
+            return []
+        if self.topology[stage].stateful and wanted <= self.routing.instances[stage]:
+            return self._spread(stage, now, f"rescale to {wanted}")
+        return []  # the next epoch makes room
+
+    def _move_requested(self, event: MoveRequested) -> list[Command]:
+        usable = {p.container for p in self.peers(event.stage)}
+        targets = {s: c for s, c in event.targets.items() if c in usable and 0 <= s < self.routing.slices}
+        return self._ask(event.stage, targets, event.now, event.reason)
+
+    def _rebalance_requested(self, event: RebalanceRequested) -> list[Command]:
+        self.respread.add(event.reason)
+        return []
+
+    def _nodes_invited(self, event: NodesInvited) -> list[Command]:
+        self.invited += event.count
+        return []
+
+    def _leave_requested(self, event: LeaveRequested) -> list[Command]:
+        staying = set(self.nodes) - self.leaving - set(event.nodes)
+        if not staying:
+            return [Tell("somebody must stay: the nodes are not drained")]
+        self.leaving |= set(event.nodes) & set(self.nodes)
+        self.respread.add(f"{_named(event.nodes)} to leave")
+        self._rehold()
+        return []
+
+    def _cancel_requested(self, event: CancelMovesRequested) -> list[Command]:
+        count = self.migration.cancel(event.stage, event.slices, event.now)
+        for stage in [s for s in self.resizes if event.stage in (None, s)]:
+            del self.resizes[stage]
+        return [Tell(f"{count} moves cancelled")]
+
+    # -- nodes and slices ----------------------------------------------------------------------------------------
+
+    def _set_routing(self, routing: RoutingTable) -> None:
+        self.routing = routing
+        used = {run.routing.version for run in self.in_flight.values()}
+        self.routings = {v: r for v, r in self.routings.items() if v in used}
+        self.routings[routing.version] = routing
+
+    def _amend(self, **changes: Any) -> None:
+        """Another routing table: a new version, if an epoch under way knows this one."""
+        seen = any(run.routing.version == self.routing.version for run in self.in_flight.values())
+        self._set_routing(self.routing.change(**changes) if seen else replace(self.routing, **changes))
+
+    def _house(self, wanted: Collection[int] | None = None) -> None:
+        """Containers without a node get one, if there is one: all, or some. Who has one stays."""
+        count = max([*self.routing.instances.values(), *self.resizes.values()])
+        staying = {n.name: n.cores for n in self.nodes.values() if n.name not in self.leaving}
+        current = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
+        homes = placement.homes(count, staying, current) if staying else current
+        homes = {c: n for c, n in homes.items() if c in current or wanted is None or c in wanted}
+        if homes != dict(self.routing.homes) or not self.routings:
+            self._amend(homes=homes)
+
+    def _working(self) -> set[int]:
+        return {c for s in self.routing.owners for c in self.routing.occupied(s)}
+
+    def _awake(self, stage: StageId) -> set[int]:
+        """Containers that have a process, or get one without being asked."""
+        return self.up[stage] | set(self.routing.occupied(stage))
+
+    def peers(self, stage: StageId, instances: int | None = None) -> list[Peer]:
+        """Containers that may own slices of a stage."""
+        homes = self.routing.homes
+        have = self.routing.instances[stage]  # those that are still to come get their share when there is room
+        limit = instances if instances is not None else min(have, self.resizes.get(stage, have))
+        return [
+            Peer(c, homes[c], self.nodes[homes[c]].zone)
+            for c in range(limit)
+            if homes.get(c) in self.nodes and homes[c] not in self.leaving and (stage, c) not in self.suspects
+        ]
+
+    def _rehold(self) -> None:
+        """Who keeps copies of what, given who owns it now."""
+        holders: dict[StageId, tuple[tuple[int, ...], ...]] = {}
+        for stage in self.topology.stateful if self.settings.backups else ():
+            owners = self.routing.owners[stage.id]
+            awake = self._awake(stage.id)
+            peers = [p for p in self.peers(stage.id, self.routing.instances[stage.id]) if p.container in awake]
+            able = [p for p in peers if p.node not in self.bad_holders]
+            homed = all(c in self.routing.homes for c in owners)
+            if homed and len({p.node for p in peers}) > 1:
+                before = self.routing.holders.get(stage.id, ())
+                holders[stage.id] = self.policy.holders(owners, able, self.settings.backups, before)
+        if holders != dict(self.routing.holders):
+            self._amend(holders=holders)
+
+    def _nodes_changed(self, event: NodesChanged) -> list[Command]:
+        before, self.nodes = set(self.nodes), {n.name: n for n in event.nodes}
+        lost, new = before - set(self.nodes), set(self.nodes) - before
+        self.leaving &= set(self.nodes)
+        self.bad_holders &= set(self.nodes)
+        out: list[Command] = []
+        if self.nodes and self.leaving >= set(self.nodes):
+            self.leaving.clear()
+            out.append(Tell(f"{_named(self.nodes)} stays after all: there is no other left"))
+        self.drained = {n: e for n, e in self.drained.items() if n in self.leaving}
+        self.released &= self.leaving
+        if lost:
+            gone = {c for c, node in self.routing.homes.items() if node in lost}
+            reason = f"lost {_named(lost)}" + (f" ({event.reason})" if event.reason else "")
+            out += self._lose({s.id: gone for s in self.topology.stages}, event.now, reason)
+        if not self.nodes:
+            self.lost_all_at = event.now
+        if new and not self._gathering(event.now):
+            self._house()
+            spare = sorted(new - set(self.routing.homes.values()))
+            wanted = spare if self.settings.grows else spare[: self.invited]
+            self.invited = max(0, self.invited - len(spare))
+            out += self._grow([self.nodes[n] for n in wanted])
+            for stage in [s for s in self.topology.stages if not s.stateful]:
+                housed = {c for c in range(self.routing.instances[stage.id]) if c in self.routing.homes}
+                out += self._warm_up(stage.id, housed - self.up[stage.id])
+            self.respread.add(f"new {_named(new)}")
+        return out
+
+    def _gathering(self, now: float) -> bool:
+        """All nodes were lost: the first that comes back should not get everything, so wait a moment for others."""
+        if self.lost_all_at is None:
+            return False
+        enough = sum(n.cores for n in self.nodes.values()) >= len(self._working())
+        if enough or (self.nodes and now - self.lost_all_at > GATHER_S):
+            self.lost_all_at = None
+            self._house()
+            return False
+        return True
+
+    def _grow(self, nodes: Sequence[NodeInfo]) -> list[Command]:
+        """Nodes that no container was left for: every stage gets more of them."""
+        cores = sum(n.cores for n in nodes)
+        if not cores:
+            return []
+        for stage, have in self.routing.instances.items():
+            limit = self.routing.slices if stage in self.routing.owners else have + cores
+            self.resizes[stage] = min(have + cores, limit)
+        self._house()
+        out: list[Command] = []
+        for stage in self.routing.owners:
+            out += self._warm_up(stage, set(range(self.resizes[stage])) - self._awake(stage))
+        return out
+
+    def _stuck(self, event: Stuck) -> list[Command]:
+        if event.attempt != self.attempt or self.recovering:
+            return []
+        hung = set(event.containers)
+        which = ", ".join(map(str, sorted(hung)))
+        reason = f"container {which} of '{event.stage}' made no progress for {event.seconds:.1f} s"
+        if not hung >= set(self.routing.occupied(event.stage)):
+            self.suspects |= {(event.stage, c) for c in hung}
+        return self._lose({event.stage: hung}, event.now, reason)
+
+    def _lose(self, lost: Mapping[StageId, set[int]], now: float, reason: str) -> list[Command]:
+        """Containers are gone: their slices go to who has copies of them, and everybody goes back to the checkpoint."""
+        self._complete_switch()
+        homes = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
+        routing = self.routing.change(homes=homes)
+        worked = any(set(routing.occupied(s)) & gone for s, gone in lost.items() if s in routing.owners)
+        told: list[str] = []
+        for stage, gone in lost.items():
+            self.up[stage] -= gone
+            for container in gone:
+                self.held.pop((stage, container), None)
+        self._set_routing(routing)
+        owners = dict(routing.owners)
+        for stage, gone in lost.items():
+            if stage not in owners or not set(owners[stage]) & gone:
+                continue
+            awake = set(owners[stage]) | self.up[stage]
+            peers = [p for p in self.peers(stage) if p.container in awake - gone]
+            if not peers:
+                continue  # the container itself comes up again, somewhere
+            holding = self.holding(stage, {p.container for p in peers})
+            owners[stage] = placement.takeover(owners[stage], gone, holding, peers)  # type: ignore[assignment]
+            if self.topology[stage].stateful:
+                told.append(self._story(stage, gone, owners[stage], holding))
+        if owners != dict(routing.owners):
+            self._set_routing(self.routing.change(owners=owners))
+        self._house(self._working())
+        self._rehold()
+        if not worked and not self.outstanding:
+            self._adopt()
+            return [Tell(f"{reason}; it owned nothing")]
+        return [*self._recover(now, reason), *(Tell(text) for text in told)]
+
+    def _adopt(self) -> None:
+        """Epochs that have not begun hear of homes and holders that changed since they were planned."""
+        for run in self.in_flight.values():
+            same = run.routing.owners == self.routing.owners and run.routing.instances == self.routing.instances
+            if same and not run.running and not run.done:
+                run.routing = self.routing
+
+    def holding(self, stage: StageId, usable: Collection[int]) -> dict[int, list[int]]:
+        """slice -> containers with a copy that is current, or behind by no more than they are told of"""
+        found: dict[int, list[int]] = {}
+        for container in sorted(usable):
+            checkpoint, slices = self.held.get((stage, container), (-1, frozenset()))
+            for number in slices if self._near(stage, checkpoint) else ():
+                found.setdefault(number, []).append(container)
+        return found
+
+    def _near(self, stage: StageId, checkpoint: int) -> bool:
+        """Is it from this checkpoint to the last one no further than the commits that go with every task?"""
+        return checkpoint == self.committed or any(c.before == checkpoint for c in self.commits.get(stage, ()))
+
+    def _story(
+        self, stage: StageId, gone: set[int], owners: Sequence[int], holding: Mapping[int, Sequence[int]]
+    ) -> str:
+        moved = [s for s, c in enumerate(self.routing.owners[stage]) if c in gone]
+        backed = sum(owners[s] in holding.get(s, ()) for s in moved)
+        to = ", ".join(map(str, sorted({owners[s] for s in moved})))
+        text = f"{len(moved)} slices of '{stage}' go to containers {to}: {backed} from backups"
+        left = len(moved) - backed
+        return text + (f", {left} from the durable checkpoint" if left else "")
+
+    def _spread(self, stage: StageId, now: float, cause: str) -> list[Command]:
+        peers = self.peers(stage)
+        if not peers:
+            return []
+        owners = self.routing.owners[stage]
+        usable = {p.container for p in peers}
+        moving = {m.slice: m.target for m in self.migration.of(stage)}
+        # What is on its way goes on if it can: else it would be copied for nothing.
+        planned = [c if (c := moving.get(s, owner)) in usable else owner for s, owner in enumerate(owners)]
+        wanted = placement.spread(planned, peers)
+        return self._ask(stage, {s: c for s, c in enumerate(wanted) if c != owners[s] or s in moving}, now, cause)
+
+    def _ask(self, stage: StageId, targets: Mapping[int, int], now: float, cause: str) -> list[Command]:
+        if not self.migration.ask(stage, self.routing.owners[stage], targets, now, cause):
+            return []
+        if now - self.checkpoint_at > self.settings.poll_s or self.committed < self.switched:
+            self.checkpoint_wanted = True  # the less changed since, the less there is to send at the switch
+        self.migration.up(stage, self._awake(stage))
+        return self._warm_up(stage, {m.target for m in self.migration.in_phase("prepare") if m.stage == stage})
+
+    def _reroute(self, epoch: Epoch, now: float) -> dict[StageId, dict[int, int]]:
+        """Between two epochs: what was handed over has new owners; what is ready is handed over in this epoch."""
+        if self.recovering:
+            return {}  # all that runs again does so under one table
+        # Numbers of containers stay while something is handed over: they are its address.
+        for stage, wanted in list(self.resizes.items()) if not self._complete_switch() else ():
+            self._resized(stage, wanted, now)
+        for stateless in [s.id for s in self.topology.stages if not s.stateful and not s.is_source]:
+            peers = [p for p in self.peers(stateless) if p.container in self._awake(stateless)]
+            if peers and {p.container for p in peers} != set(self.routing.occupied(stateless)):
+                owners = placement.spread(self.routing.owners[stateless], peers)
+                if owners != self.routing.owners[stateless]:
+                    self._amend(owners={**self.routing.owners, stateless: owners})
+        self._rehold()
+        ready = self._ready()
+        if not ready or self.checkpoint is not None or self.switching is not None:
+            return {}
+        self.handed = ready
+        self.switching = self.switched = Epoch(epoch + 1)
+        self.migration.switch(ready, self.switching)
+        handover: dict[StageId, dict[int, int]] = {}
+        for move in ready:
+            handover.setdefault(move.stage, {})[move.slice] = move.target
+        return handover
+
+    def _ready(self) -> list[Move]:
+        if self.committed < self.switched or self.final:
+            return []
+        return [
+            m
+            for m in self.migration.in_phase("rebuild")
+            for checkpoint, slices in [self.held.get((m.stage, m.target), (-1, frozenset()))]
+            if m.slice in slices and self._near(m.stage, checkpoint)
+        ]
+
+    def _complete_switch(self) -> bool:
+        if not self.handed:
+            return False
+        routing = self.routing
+        for stage in {m.stage for m in self.handed}:
+            routing = routing.moved_to(stage, {m.slice: m.target for m in self.handed if m.stage == stage})
+        self.handed = []
+        # Holders are found anew for the new owners: an owner is nobody's backup of its own slice.
+        self._set_routing(replace(routing, holders={}))
+        self._rehold()
+        return True
+
+    def _resized(self, stage: StageId, wanted: int, now: float) -> None:
+        have = self.routing.instances[stage]
+        if any(s == stage for s, _ in self.warming):
+            return
+        if not self.topology[stage].stateful:
+            self._set_routing(self.routing.rescale(stage, wanted))
+            del self.resizes[stage]
+        elif wanted > have:
+            self._set_routing(self.routing.resized(stage, wanted))
+            del self.resizes[stage]
+            self.respread.add(f"rescale of '{stage}' to {wanted}")
+        elif max(self.routing.owners[stage]) < wanted and not self.migration.of(stage):
+            self._set_routing(self.routing.resized(stage, wanted))
+            self.up[stage] = {c for c in self.up[stage] if c < wanted}
+            del self.resizes[stage]
+        elif not self.migration.of(stage):
+            self.respread.add(f"rescale of '{stage}' to {wanted}")  # what was on its way up must come down again
+
+    def _note_peers(self, stage: StageId, reports: Sequence[TaskReport]) -> list[Command]:
+        """What containers say of their copies."""
+        out: list[Command] = []
+        if not self.topology[stage].is_source:  # there, the index is that of a split
+            self.up[stage] |= {r.index for r in reports}
+        self.unsent.discard(stage)
+        for report in reports:
+            if report.held is not None:
+                self.held[stage, report.index] = (report.held[0], frozenset(report.held[1]))
+            if report.unsent:
+                self.unsent.add(stage)
+            if report.problem:
+                node = self.routing.homes.get(report.index, "")
+                if node and node not in self.bad_holders:
+                    self.bad_holders.add(node)
+                    out.append(Tell(f"{_named([node])} keeps no backups any more: {report.problem}"))
+        return out
+
+    def _steer(self, now: float) -> list[Command]:
+        """Slices that should move, nodes that may go."""
+        out: list[Command] = []
+        self.migration.expire(now, self.settings.move_timeout_s)
+        if self.respread and self.phase == "running" and not self.recovering and self.settings.live:
+            cause = ", ".join(sorted(self.respread))
+            self.respread.clear()
+            for stage in self.topology.stateful:
+                out += self._spread(stage.id, now, cause)
+        for stage_id in {s for s, _ in self.suspects} if not self.recovering else ():
+            out += self._warm_up(stage_id, {c for s, c in self.suspects if s == stage_id})
+        for node in sorted(self.leaving - self.drained.keys()):
+            here = {c for c, n in self.routing.homes.items() if n == node}
+            busy = any(here & set(self.routing.occupied(s)) for s in self.routing.owners)
+            if not busy and not self.migration and not self.handed:
+                self.drained[node] = self.next_epoch
+        going = tuple(n for n, e in self.drained.items() if n not in self.released and self.published >= e)
+        if going:
+            self.released |= set(going)
+            out.append(ReleaseNodes(going))
+        return out
+
+    def _readers(self, run: EpochRun, stage: StageInfo) -> tuple[int, ...]:
+        """Containers that read the splits of a source: those that have a process, or somebody would wait for one."""
+        homes = run.routing.homes
+        housed = [c for c in range(run.routing.instances[stage.id]) if homes.get(c) in self.nodes]
+        if not housed:  # all that used to read it are gone: others do, wherever there is a node
+            housed = sorted(c for c, node in homes.items() if node in self.nodes) or sorted(homes) or [0]
+            housed = housed[: run.routing.instances[stage.id]]
+        return tuple(c for c in housed if c in self.up[stage.id]) or tuple(housed)
+
+    def _copies(self, run: EpochRun, stage: StageInfo) -> tuple[tuple[int, ...], ...]:
+        if not stage.stateful:
+            return ()
+        owners = run.routing.owners[stage.id]
+        holders = run.routing.holders.get(stage.id, ((),) * len(owners))
+        # An epoch that began before a target had a node cannot reach it.
+        usable = {c for c in range(run.routing.instances[stage.id]) if c in run.routing.homes}
+        targets = {s: c for s, c in self.migration.targets(stage.id).items() if c in usable}
+        copies = tuple(
+            tuple(sorted({*held, *([targets[s]] if s in targets else [])} - {owners[s]}))
+            for s, held in enumerate(holders)
+        )
+        return copies if any(copies) else ()
+
+    def homeless(self) -> bool:
+        """Is there a container with work and no node to do it on?"""
+        return any(c not in self.routing.homes for c in self._working())
+
+
+def _named(nodes: Collection[str]) -> str:
+    return ", ".join(f"node {n}" for n in sorted(nodes, key=lambda n: (len(n), n)))

@@ -451,13 +451,10 @@ def stop(
     """Stop a running job in good order: finish the epochs under way, take a checkpoint, end."""
     with _manners(verbose):
         remote = _remote(job)
-        if wait:
-            remote.status()  # its end may come before its next answer: then this is the last that is known of it
-        said = remote.stop()
+        said = remote.stop(wait=wait)
         if not wait:
             print(said)
             return
-        remote.wait()
         seen = remote.status()
         print(f"{seen.job} {seen.phase} after epoch {seen.epoch}.")
 

@@ -49,6 +49,18 @@ def test_the_number_of_epochs_ahead_is_bounded() -> None:
     assert PlanEpoch in map(type, driver.published(2))
 
 
+def test_epochs_go_on_when_publishing_itself_waits_for_the_store() -> None:
+    """Logged and done, but a manifest before it in the queue cannot be written: the next ones need not wait."""
+    driver = away(epochs=2)
+    for epoch in (2, 3):
+        run_ahead(driver, epoch)
+        driver.log(epoch)
+        assert PlanEpoch in map(type, driver.done(epoch, WIN)), "the next one may begin"
+    run_ahead(driver, 4)
+    driver.log(4)
+    assert driver.done(4, WIN) == [], "and no more than allowed"
+
+
 def test_without_leave_nothing_runs_ahead() -> None:
     driver = away(epochs=0)
     assert [type(c) for c in driver.plan(2)] == [LogEpoch]

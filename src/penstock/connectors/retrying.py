@@ -119,7 +119,7 @@ class RetryingStore:
         away_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Any] | None = None,
-        chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] | None = None,
     ) -> None:
         self.inner = inner
         self.where = where or getattr(inner, "url", "")
@@ -128,7 +128,8 @@ class RetryingStore:
         self.away_s = away_s
         self.watch: Callable[[bool, str], None] = _nobody
         self.guard: Callable[[], None] = _nothing
-        self._clock, self._chance = clock, chance
+        self._clock = clock
+        self._chance = chance or random.Random().random  # never the process's own, which users may have seeded
         self._reset()
         self._sleep = sleep or self._over.wait
 

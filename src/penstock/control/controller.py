@@ -541,8 +541,11 @@ class Controller(Shape):
     # -- what to do next -----------------------------------------------------------------------------------------
 
     def _allowed(self) -> int:
-        """Epochs that may be under way. Those that wait for nothing but the log come on top, up to a limit."""
-        waiting = sum(not r.logged and len(r.done) == len(self.topology.stages) for r in self.in_flight.values())
+        """Epochs that may be under way. Those that wait for nothing but the store come on top, up to a limit: for their
+        log, or to be published behind a manifest that cannot be written or read now.
+        """
+        done = len(self.topology.stages)
+        waiting = sum((self.away or not r.logged) and len(r.done) == done for r in self.in_flight.values())
         return self.settings.epochs_in_flight + min(waiting, self.settings.away_epochs)
 
     def _advance(self, now: float) -> list[Command]:

@@ -554,8 +554,10 @@ class Requests:
             )
         return function(*arguments)
 
-    def _stop(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """``stop`` returns at the job's end, so it has a thread of its own; who wants to see the end asks to wait."""
+    def _stop(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """``stop`` returns at the job's end, so it has a thread of its own. Who wants to see the end waits in the same
+        request: with the next one they might come too late.
+        """
 
         def stop() -> None:
             with contextlib.suppress(Exception):  # what goes wrong in stopping is raised to who waits for the job
@@ -563,7 +565,8 @@ class Requests:
 
         if not self._ended():
             threading.Thread(target=stop, name="penstock-control-stop", daemon=True).start()
-        return {"said": "stopping: the epochs under way are finished and a checkpoint is taken."}
+        said = {"said": "stopping: the epochs under way are finished and a checkpoint is taken."}
+        return {**said, **self._wait(arguments)} if "seconds" in arguments else said
 
     def _scale(self, arguments: Mapping[str, Any]) -> str:
         dry = arguments.get("dry_run") is True
@@ -729,7 +732,7 @@ class RemoteJob:
             except _Vanished:
                 self._ended_unseen()
                 break
-            self._last, self._over = JobStatus.from_dict(seen["status"]), seen["ended"]
+            self._saw(seen)
             if deadline is not None and time.monotonic() >= deadline:
                 break
         if self._over and self._last is not None and self._last.phase == "failed":
@@ -737,12 +740,15 @@ class RemoteJob:
         return self._over
 
     def stop(self, *, wait: bool = False) -> str:
-        if wait:
-            self.status()  # its end may come before the next answer: then this is the last that is known of it
-        said = str(self.request("stop")["said"])
-        if wait:
-            self.wait()
-        return said
+        if not wait:
+            return str(self.request("stop")["said"])
+        seen = self.request("stop", seconds=WAIT_S_MAX)
+        self._saw(seen)
+        self.wait()
+        return str(seen["said"])
+
+    def _saw(self, seen: Mapping[str, Any]) -> None:
+        self._last, self._over = JobStatus.from_dict(seen["status"]), seen["ended"]
 
     def change(self, verb: str, **arguments: Any) -> str:
         return str(self.request(verb, **arguments)["said"])

@@ -35,6 +35,8 @@ DEFAULTS = {
     # Who asks a dead executor for a block would else ask again for a quarter of a minute. Recovery is faster.
     "spark.shuffle.io.maxRetries": "2",
     "spark.shuffle.io.retryWait": "100ms",
+    # A connection that broke is an executor that is gone. Else a standalone master is given 5 s to say so first.
+    "spark.standalone.executorRemoveDelayOnDisconnection": "0s",
     "spark.shuffle.sort.bypassMergeThreshold": "1024",
     "spark.python.worker.reuse": "true",
     # A killed task may need a moment to its end. A worker that is killed in the middle has lost its slices.

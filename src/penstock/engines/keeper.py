@@ -36,6 +36,8 @@ WAIT_MAX_S: Final = 0.05
 """The longest that a step holds up those behind it to keep to the bandwidth."""
 BURST_S: Final = 0.25
 """So much of a second's bytes may be read at once after a rest."""
+REST_S: Final = 3.0
+"""After a recovery nothing is read for so long: the epochs that run again need the processors and the store more."""
 _SEEN_MAX: Final = 256
 
 
@@ -71,6 +73,7 @@ class Keeper:
         self._told: dict[str, _Told] = {}
         self._stepping = False
         self._due_s: float | None = None
+        self._rest_until_s = float("-inf")
         self._held: dict[str, tuple[int, frozenset[int]]] = {}
         self._problem: str | None = None
         self._stats: dict[str, int] = {}
@@ -122,6 +125,11 @@ class Keeper:
         Deltas that are still on their way are taken in by ``take``."""
         with self._lock:
             return self._held.get(stage, (0, frozenset()))
+
+    def rest(self) -> None:
+        """A recovery has begun: what is held serves it, and what is to be read for new copies can wait a little."""
+        with self._lock:
+            self._rest_until_s = self._clock() + REST_S
 
     def take(
         self, stage: str, slices: Collection[int], checkpoint: int, timeout_s: float = 5.0
@@ -269,6 +277,8 @@ class Keeper:
         """Read one file for the stage whose turn it is. True: there is more to do at once."""
         stages = list(self._stages.values())
         now = self._clock()
+        if now < self._rest_until_s:
+            return False
         ready = [kept for kept in stages if now >= kept.resume_s and self._work(kept, now)]
         if not ready:
             return False
@@ -385,9 +395,9 @@ class Keeper:
     def _dues(self, kept: _Stage) -> Iterable[float]:
         """When there will be something to do for a stage, other than what is told."""
         if kept.missing:
-            yield max(kept.resume_s, min(kept.missing.values()) + PATIENCE_S)
+            yield max(kept.resume_s, self._rest_until_s, min(kept.missing.values()) + PATIENCE_S)
         if self._work(kept, float("-inf")):
-            yield kept.resume_s
+            yield max(kept.resume_s, self._rest_until_s)
 
 
 # ---- inner parts ---------------------------------------------------------------------------------------------------

@@ -320,6 +320,8 @@ class Worker:
         before = spec.epoch - 1
         if found is not None and found.attempt != spec.attempt:
             # A new attempt starts from the checkpoint: go back to it, or forget everything.
+            if self.keeper is not None:
+                self.keeper.rest()
             found.pending.clear()
             found.unsent.clear()
             if found.table.undo_to(spec.checkpoint):

@@ -2,7 +2,7 @@
 
 Both run the same running count and sum over the same Parquet files on ``local-cluster[N,1,MB]``: N executors, each a
 JVM of its own with Python workers below it. A first phase loads distinct keys until the state has the size asked for.
-Then a file arrives every half second, with rows on random keys of all; executors are killed with SIGKILL, one or
+Then a file arrives every second, with rows on random keys of all; executors are killed with SIGKILL, one or
 several at the same instant, and the clock runs until the next output that had not been committed before. What was
 committed already and comes a second time does not count, nor does an epoch that was finished when the kill came.
 
@@ -46,7 +46,7 @@ KEY, SUM, COUNT = "key", "total", "n"
 BYTES_PER_KEY = 73
 """Of ``JobStatus.state_bytes``, for these keys with a count and a sum. The size that a run had is in its rows."""
 FILE_ROWS = 25_000
-FEED_S = 0.5
+FEED_S = 1.0
 BATCH_FILES = 10
 """A batch, or an epoch, takes at most so many files: what has piled up meanwhile is caught up with at this size."""
 BEATS = 60
@@ -69,7 +69,7 @@ class Point:
     state_mb: int = 200
     backups: int = 1
     interval_s: float = 1.0
-    executors: int = 6
+    executors: int = 5
     kills: tuple[int, ...] = (1, 1)
 
     @property
@@ -77,7 +77,7 @@ class Point:
         return self.state_mb * 1_000_000 // BYTES_PER_KEY
 
 
-BASE = Point(kills=(1, 3, 2, 1, 3, 2, 1, 3))
+BASE = Point(kills=(1, 3, 2, 1, 3))
 POINTS = (
     BASE,
     Point(state_mb=50),
@@ -86,7 +86,6 @@ POINTS = (
     Point(interval_s=5.0),
     Point(interval_s=15.0),
     Point(executors=3),
-    Point(executors=4),
 )
 """One axis at a time, from the base point: the full product would take a day and say little more. The base interval is
 a second, because Structured Streaming makes every batch durable, and its batches take about that.

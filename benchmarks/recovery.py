@@ -416,8 +416,6 @@ class Trace:
 
     def __init__(self, runtime: Any) -> None:
         self.entries: list[dict[str, Any]] = []
-        self.homes: dict[int, str] = {}
-        """container -> node, by its last report"""
         self._observe, self._execute = runtime._observe, runtime._execute
         runtime._observe, runtime._execute = self.event, self.command
 
@@ -450,8 +448,6 @@ class Trace:
             for report in reports:
                 rebuilt.update(report.rebuilt)
             entry["rebuilt"] = dict(rebuilt)
-            if item.stage == OPERATOR:
-                self.homes.update({report.index: report.node for report in reports if report.state_rows})
         return entry
 
 
@@ -485,7 +481,7 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
     kills: list[Figures] = []
     traces: list[list[str]] = []
     for number, count in enumerate(args["kills"]):
-        _settle_penstock(job, trace, args, feeder)
+        _settle_penstock(job, args, feeder)
         # Kills of one kind are spread evenly over the time from one checkpoint to the next.
         same = [n for n, c in enumerate(args["kills"]) if c == count]
         phase = (same.index(number) + 0.5) / len(same)
@@ -493,9 +489,9 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
         if not kills:  # by now a checkpoint has made what undoes the load superfluous
             state = job.status()
         alive = executors()
-        owners = sorted(set(trace.homes.values()) & alive.keys())
+        owners = sorted(_owners(job) & alive.keys())
         victims = [alive[node] for node in choose_victims(sorted(alive), owners, count, rng)]
-        common.note(f"kill {count} of {sorted(alive)}, slices are on {dict(Counter(trace.homes.values()))}")
+        common.note(f"kill {count} of {sorted(alive)}, slices are on {owners}")
         stands = {"nodes_used": len(owners), "backed": common.rounded(_share_current(job))}
         at = kill(victims)
         try:
@@ -549,15 +545,21 @@ def _output_is_new(at: float, trace: Trace) -> bool:
     return True
 
 
-def _settle_penstock(job: Any, trace: Trace, args: dict[str, Any], feeder: Feeder) -> None:
+def _settle_penstock(job: Any, args: dict[str, Any], feeder: Feeder) -> None:
     """All executors are there, slices and backups spread over them again, and what had piled up is gone.
 
     What does not come to rest in time is left as it is, and told in the row of the kill: ``nodes_used``, ``backed``.
     """
     wait_for(lambda: len(executors()) == args["executors"], SETTLE_S_MAX, "all executors are back")
-    wait_for(_watch(job, lambda: len(set(trace.homes.values())) == args["executors"]), SPREAD_S_MAX)
+    wait_for(_watch(job, lambda: len(_owners(job)) == args["executors"]), SPREAD_S_MAX)
     wait_for(_watch(job, lambda: not job.status().moves and _share_current(job) == 1.0), SPREAD_S_MAX)
     wait_for(_watch(job, lambda: feeder.fed - feeder.taken() <= 3), SPREAD_S_MAX)
+
+
+def _owners(job: Any) -> set[str]:
+    """Nodes that own slices."""
+    routing = job.routing
+    return {routing.homes[c] for c in routing.occupied(OPERATOR) if c in routing.homes}
 
 
 def _share_current(job: Any) -> float:

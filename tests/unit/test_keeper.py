@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from penstock.engines import keeper as module
-from penstock.engines.keeper import Keeper
+from penstock.engines.keeper import REST_S, Keeper
 from penstock.engines.sim.schedule import Schedule, SimPool
 from penstock.state import codec
 from penstock.state.backup import Commit, cut
@@ -154,6 +154,20 @@ def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once() -> Non
     assert job.held() == ALL and job.taken() == job.truth
     assert sorted(job.store.reads) == sorted(names)
     assert job.keeper.stats()["seeded"] == SLICES
+
+
+def test_after_a_recovery_nothing_is_read_for_a_while_and_then_all_is() -> None:
+    job = Job()
+    job.checkpoint(every(1))
+    job.keeper.rest()
+    job.tell()
+    job.run(REST_S / 2)
+    job.tell()
+    assert job.store.reads == [], "the epochs that run again come first"
+    job.run(REST_S)
+    job.tell()
+    job.run()
+    assert job.held() == ALL and job.taken() == job.truth
 
 
 def test_only_what_is_wanted_is_held() -> None:

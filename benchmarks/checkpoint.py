@@ -35,7 +35,7 @@ KEYS = common.VOCABULARY
 SHARES_PCT = (1, 5, 20, 100)
 NEVER_S = 86_400.0
 EPOCHS_EACH = 4
-STATES_MB = (128, 256, 512, 1024, 2048)
+STATES_MB = (128, 512, 2048)
 BYTES_PER_KEY = 62
 """Of ``JobStatus.state_bytes``, for these keys with a count. The size that a run had is in its rows."""
 EPOCH_ROWS = 200_000
@@ -43,8 +43,8 @@ SYNC, ASYNC = "penstock_full_snapshots", "penstock_deltas_async"
 
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
-    """See README.md. Quick: 12 epochs and one round for the throughput, each share of the keys once, 128 and 256 MB."""
-    batches, rounds, repeats = (12, 1, 1) if quick else (80, 4, 5)
+    """See README.md. Quick: 12 epochs and one round for the throughput, each share of the keys once, 128 and 512 MB."""
+    batches, rounds, repeats = (12, 1, 1) if quick else (30, 2, 2)
     with common.workplace() as place:
         rows = throughput(place, batches, rounds)
         deltas = delta_sizes(place / "deltas", repeats)
@@ -52,7 +52,7 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
     series: list[dict[str, Any]] = []
     for state_mb in STATES_MB[:2] if quick else STATES_MB:
         with common.workplace() as place:
-            found = epoch_times(place, state_mb, 24 if quick else 60, 1 if quick else 3)
+            found = epoch_times(place, state_mb, 24 if quick else 48)
         series += [{key: row[key] for key in ("contender", "state_mb", "round", "epoch_ms")} for row in found]
         epochs += [{key: value for key, value in row.items() if key != "epoch_ms"} for row in found]
     per_key = {f"bytes_per_touched_key_{p}pct": _median(deltas, "bytes_per_touched_key", p) for p in SHARES_PCT}
@@ -224,7 +224,7 @@ def deltas_on_disk(checkpoint: Path) -> list[dict[str, int]]:
 # --- single epochs ------------------------------------------------------------------------------------------------
 
 
-def epoch_times(place: Path, state_mb: int, epochs: int, rounds: int) -> list[Row]:
+def epoch_times(place: Path, state_mb: int, epochs: int, rounds: int = 1) -> list[Row]:
     """The same state and the same epochs, checkpointed in the two ways."""
     keys = state_mb * 1_000_000 // BYTES_PER_KEY
     truth = write_growth(place / "in", keys, epochs)

@@ -40,12 +40,12 @@ WARM_UP_S = 15.0
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
     """See README.md. Quick: 12 batches and one round for the throughput, intervals of 1 and 2 s."""
-    batches, rounds = (12, 1) if quick else (40, 4)
+    batches, rounds = (12, 1) if quick else (30, 2)
     with common.workplace() as place:
         rows = throughput(place / "throughput", batches, rounds)
         sizes: list[Row] = []
         for interval in INTERVALS_S[:2] if quick else INTERVALS_S:
-            sizes += delta_sizes(place / "sizes", interval, 6 if quick else 8)
+            sizes += delta_sizes(place / "sizes", interval, 6)
     notes = [
         "rows_s: words of the batches after the first quarter, by their wall time; checkpoints every 2 s.",
         "lost_per_replica: share of the throughput without backups, median over the rounds; the larger of what one "

@@ -7,7 +7,7 @@ has as many rows as there are keys, but all of them on a given share of the keys
 once.
 
 And does anyone notice a checkpoint being taken? For this, after ChronoStream's comparison, states of several sizes are
-checkpointed every ten seconds, once as we do it, deltas in the background, and once as a synchronous snapshot of
+checkpointed every two seconds, once as we do it, deltas in the background, and once as a synchronous snapshot of
 everything, in the same engine: the average epoch, and the worst one.
 """
 
@@ -39,7 +39,7 @@ STATES_MB = (128, 512, 2048)
 BYTES_PER_KEY = 62
 """Of ``JobStatus.state_bytes``, for these keys with a count. The size that a run had is in its rows."""
 EPOCH_ROWS = 200_000
-GROWTH_INTERVAL_S = 10.0
+GROWTH_INTERVAL_S = 2.0
 SYNC, ASYNC = "penstock_full_snapshots", "penstock_deltas_async"
 
 
@@ -53,7 +53,7 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
     series: list[dict[str, Any]] = []
     for state_mb in STATES_MB[:2] if quick else STATES_MB:
         with common.workplace() as place:
-            found = epoch_times(place, state_mb, 24 if quick else 60)
+            found = epoch_times(place, state_mb, 40)
         series += [{key: row[key] for key in ("contender", "state_mb", "round", "epoch_ms")} for row in found]
         epochs += [{key: value for key, value in row.items() if key != "epoch_ms"} for row in found]
     per_key = {f"bytes_per_touched_key_{p}pct": _median(deltas, "bytes_per_touched_key", p) for p in SHARES_PCT}

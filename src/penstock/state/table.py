@@ -22,6 +22,7 @@ slice versions.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -96,13 +97,18 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What changed in ``(epoch_from, epoch_to]``: a private copy, safe to read in another thread."""
+    """What changed in ``(epoch_from, epoch_to]``: a private copy, safe to read in another thread.
+
+    Of the keys it is only said where they are. They never change, so to copy them, which takes longer than the rest
+    together, is left to whoever reads the fragment.
+    """
 
     spec: TableSpec
     epoch_from: int
     epoch_to: int
     hashes: U64
-    keys: pl.DataFrame
+    kept_keys: _Keys
+    key_rows: Rows
     values: Mapping[str, Array | list[bytes | None]]
     deleted: Mask
 
@@ -112,7 +118,8 @@ class Fragment:
 
     def frame(self) -> pl.DataFrame:
         """Hash, keys, values and the deleted flag, in ``spec.frame_schema()``. Deleted rows have fill values."""
-        return _build_frame(self.spec, self.hashes, self.keys, self.values, self.deleted)
+        keys = self.kept_keys.gather(self.key_rows)
+        return _build_frame(self.spec, self.hashes, keys, self.values, self.deleted)
 
 
 class KeyedTable:
@@ -469,9 +476,8 @@ class KeyedTable:
             else:
                 values[name] = self._columns[name].take(kept)
         deleted = ~(live if keep is None else live[keep])
-        return Fragment(
-            self.spec, epoch_from, epoch_to, self._hash.take(kept), self._keys.gather(kept), values, deleted
-        )
+        hashes = self._hash.take(kept)
+        return Fragment(self.spec, epoch_from, epoch_to, hashes, self._keys.snapshot(), kept, values, deleted)
 
     def _start_fragment(self) -> None:
         self._active = _Log()
@@ -733,6 +739,10 @@ class _Keys:
         back = np.empty(rows.size, dtype=np.int64)
         back[order] = np.arange(rows.size)
         return _take(pl.concat(parts, rechunk=True), back)
+
+    def snapshot(self) -> _Keys:
+        """The keys as they are now, whatever comes after: the chunks themselves are never changed."""
+        return copy(self)
 
     def keep(self, rows: Rows) -> None:
         self._set([_detached(self.gather(rows))] if rows.size else [])

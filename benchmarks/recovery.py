@@ -139,6 +139,7 @@ def measure(contender: str, point: Point, seed: int, place: Path) -> tuple[list[
     shutil.rmtree(work, ignore_errors=True)
     shared = {
         "contender": contender,
+        "round": 1,
         "state_mb": point.state_mb,
         "backups": point.backups if contender == PENSTOCK else None,
         "interval_s": point.interval_s if contender == PENSTOCK else None,

@@ -280,12 +280,9 @@ EXPECTED_RATIOS = {
         "three_failures_vs_one",
         "three_failures_rebuild_vs_one",
         "vs_structured_streaming",
-        *(
-            f"{figure}_{mb}mb"
-            for figure in ("vs_structured_streaming", "to_next_output_s", "rebuild_s")
-            for mb in (50, 200, 1000)
-        ),
-        *(f"rebuild_s_holders_{n}" for n in (3, 4, 6)),
+        *(f"vs_structured_streaming_{mb}mb" for mb in (50, 200)),
+        *(f"{figure}_{mb}mb" for figure in ("to_next_output_s", "rebuild_s") for mb in (50, 200, 1000)),
+        *(f"rebuild_s_holders_{n}" for n in (3, 5)),
         *(f"rebuild_s_backups_{n}" for n in (1, 2)),
         *(f"to_next_output_s_interval_{s}" for s in (1, 5, 15)),
     },
@@ -805,7 +802,7 @@ def test_the_feeder_gives_the_load_at_once_and_then_one_by_one(tmp_path: Path, m
 def test_figures_of_recovery_vary_one_axis_at_a_time() -> None:
     def row(contender: str, seconds: float, kills: int = 1, **axes: Any) -> dict[str, Any]:
         ours = contender == recovery.PENSTOCK
-        shared = {"state_mb": 200, "backups": 1 if ours else None, "interval_s": 5.0 if ours else None, "executors": 6}
+        shared = {"state_mb": 200, "backups": 1 if ours else None, "interval_s": 1.0 if ours else None, "executors": 5}
         figures = {"kills": kills, "to_next_output_s": seconds, "rebuild_s": seconds / 4 if ours else None}
         return {"contender": contender, "round": 1, **shared, **figures, **axes}
 
@@ -823,8 +820,8 @@ def test_figures_of_recovery_vary_one_axis_at_a_time() -> None:
         "three_failures_vs_one": 1.5,
         "three_failures_rebuild_vs_one": 1.5,
         "rebuild_s_holders_3": 1.0,
-        "rebuild_s_holders_6": 0.5,
-        "to_next_output_s_interval_5": 2.0,
+        "rebuild_s_holders_5": 0.5,
+        "to_next_output_s_interval_1": 2.0,
         "to_next_output_s_interval_15": 6.0,
     }
     quick = [row(ours, 2.0, state_mb=50), row(ours, 3.0, 3, state_mb=50), row(theirs, 8.0, state_mb=50)]

@@ -244,7 +244,7 @@ def test_it_runs_on_spark_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """A minute for a real run: exact over a rescale, one JSON object on standard output, a clean directory after it."""
     scratch = tmp_path / "tmp"
     scratch.mkdir()
-    command = [sys.executable, "-m", "penstock.cli", "demo", "--master", "local[2]", "--seconds", "10", "--json"]
+    command = [sys.executable, "-m", "penstock.cli", "demo", "--master", "local[2]", "--seconds", "15", "--json"]
     path = os.pathsep.join(p for p in (str(ROOT / "src"), os.environ.get("PYTHONPATH", "")) if p)
     done = subprocess.run(
         [*command, "--plot", str(tmp_path / "run.png")],

@@ -99,8 +99,8 @@ class TableSpec:
 class Fragment:
     """What changed in ``(epoch_from, epoch_to]``: a private copy, safe to read in another thread.
 
-    Of the keys it is only said where they are. They never change, so to copy them, which takes longer than the rest
-    together, is left to whoever reads the fragment.
+    Of the keys it is only said where they are. They never change, so to copy them, about a third of the work, is left
+    to whoever reads the fragment.
     """
 
     spec: TableSpec

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import penstock as ps
 from penstock import cli
 from penstock.config import Config
 from penstock.control.routing import RoutingTable
@@ -712,6 +713,36 @@ def test_a_real_job_is_asked_rescaled_and_stopped_from_another_process(place: Pa
         assert process.wait(30) == 0
         assert list(place.iterdir()) == []
     assert command("status", "endless").returncode == 2
+
+
+def test_whoever_waits_for_a_job_waits_until_it_has_tidied_up() -> None:
+    # The main thread returns from ``wait`` and the process ends: an answer that is still being written would be lost.
+    flow = ps.Flow("short")
+    source = flow.source("numbers", ps.rows([{"k": 1}]))
+    source.key_by("k").aggregate("rows", n=ps.count()).sink("out", ps.discard())
+    job = start(flow, engine="local", config=Config(control=False))
+    tidying, go_on, seen = threading.Event(), threading.Event(), []
+
+    def tidy() -> None:
+        tidying.set()
+        assert go_on.wait(20)
+        seen.append("tidied up")
+
+    job._cleanup = tidy
+
+    def wait() -> None:
+        job.wait()
+        seen.append("returned")
+
+    first, second = threading.Thread(target=wait), threading.Thread(target=wait)
+    first.start()
+    assert tidying.wait(20)
+    second.start()
+    second.join(0.2)  # the wrong way returns at once
+    go_on.set()
+    first.join()
+    second.join()
+    assert seen == ["tidied up", "returned", "returned"]
 
 
 def test_ctrl_c_once_and_twice_leave_nothing_behind(place: Path) -> None:

@@ -76,9 +76,9 @@ class Job:
         ended = self._runtime.ended.wait(timeout)
         if ended:
             self._thread.join()
-            with self._cleanup_lock:
+            with self._cleanup_lock:  # who comes second waits for it too: a process may end when this returns
                 cleanup, self._cleanup = self._cleanup, _nothing
-            cleanup()
+                cleanup()
             if self._runtime.error is not None:
                 raise self._runtime.error
         return ended

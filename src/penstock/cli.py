@@ -143,6 +143,9 @@ def simulate(
     seed: int | None = typer.Option(None, min=0, help="Just this one: it replays exactly."),
     first: int = typer.Option(0, "--from", min=0, metavar="SEED", help="The first of them."),
     jobs: int = typer.Option(1, min=1, help="How many processes share them."),
+    storm: bool = typer.Option(
+        False, "--storm", help="200 orders to each job: rescales, moves, cancellations, with nodes killed in between."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show whole stories, and tracebacks of errors."),
 ) -> None:
@@ -155,9 +158,9 @@ def simulate(
             campaign = Campaign()
             interrupted = False
             if seed is not None:
-                told = [o for o in campaign.run([seed], keep_stories=verbose) if o.story]
+                told = [o for o in campaign.run([seed], keep_stories=verbose, storm=storm) if o.story]
             else:
-                interrupted = show_campaign(campaign, range(first, first + seeds), Console(stderr=True), jobs)
+                interrupted = show_campaign(campaign, range(first, first + seeds), Console(stderr=True), jobs, storm)
                 told = campaign.violations[:3]
             if write is not None:
                 write(json.dumps(campaign.to_json()))
@@ -617,6 +620,9 @@ def _follow_journal(store: Any, history: Any, everything: bool, as_json: bool) -
 @app.command()
 def demo(
     master: str | None = typer.Option(None, help="Where Spark runs (default: the demonstration's own choice)."),
+    executors: int | None = typer.Option(
+        None, help="On so many executors of a cluster on this machine: one of them leaves, and another comes."
+    ),
     seconds: float | None = typer.Option(None, help="How long it runs."),
     plot: Path | None = typer.Option(None, metavar="FILE", help="Draw the run into this .png or .svg at the end."),
     plain: bool = typer.Option(False, "--plain", help="Status as plain lines, even in a terminal."),
@@ -628,7 +634,8 @@ def demo(
         from penstock.demo import run_demo
         from penstock.observe.live import view_for
 
-        run_demo(master=master, seconds=seconds, plot=plot, view=view_for(Console(), plain=plain, as_json=as_json))
+        view = view_for(Console(), plain=plain, as_json=as_json)
+        run_demo(master=master, seconds=seconds, plot=plot, view=view, executors=executors)
 
 
 @app.command()

@@ -222,6 +222,9 @@ class Config:
     placement: Literal["chained", "ring"] = _setting("chained", _one_of("chained", "ring"))
     """Where backups go: spread over all peers, or to the clockwise neighbours."""
 
+    schedule: Literal["load", "round_robin"] = _setting("load", _one_of("load", "round_robin"))
+    """How slices are dealt out to containers, those of one node and all of them: by measured load, or equally many."""
+
     zones: Mapping[str, str] = _setting({}, _pairs("fault zones of hosts (as text: host-a=rack-1;host-b=rack-2)"))
     """What fails together: host -> zone. A slice and its backups are kept in different zones. Unknown: the host."""
 

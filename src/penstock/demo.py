@@ -2,6 +2,8 @@
 
 It is one real job on Spark, nothing is staged: a generated stream of words at a fixed rate, counted in hopping windows
 of event time, the top words of each window kept. Half-way through, the stage that counts gets twice the containers.
+With ``executors`` it runs on so many executors of a small cluster of its own on this machine: one of them leaves while
+it runs, and then another is asked for and comes, and slices move each time.
 When the time is up the job stops in good order, and everything it said is compared with a plain recount of the same
 words by polars, which shares no code with the engine. What was measured is printed, and drawn.
 
@@ -45,9 +47,17 @@ from penstock.operators.aggregates import count
 from penstock.operators.windows import hopping
 
 SECONDS = 25.0
+CLUSTER_SECONDS = 45.0
+"""With executors: a new one takes a while to start."""
 SECONDS_MIN, SECONDS_MAX = 5.0, 3600.0
 RATE = 200_000.0
 """Words a second. One core of a small laptop counts several times as many; Spark, Java and the view want a share."""
+CLUSTER_RATE = 100_000.0
+"""With executors: each is a Java of its own, on the same cores."""
+EXECUTORS_MIN, EXECUTORS_MAX = 2, 8
+EXECUTOR_MB = 1024
+LEAVE_AT, COME_AT = 0.2, 0.45
+"""When an executor is to leave, and when another is asked for: shares of the time."""
 EPOCH_ROWS = 1_000_000
 """An epoch takes all that has arrived, up to this: after a slow start the job catches up in large steps."""
 VOCABULARY = 20_000
@@ -115,9 +125,22 @@ def build_flow(source: WordSource, sink: MemorySink) -> Flow:
 # --- the run ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Act:
+    """Something that is done to the job when a share of the time has passed."""
+
+    share: float
+    what: str
+    do: Callable[[], None]
+
+
+Seen = tuple[float, Mapping[str, int]]
+"""When, in the seconds of the job's history, and how many slices each node had."""
+
+
 @dataclass
 class Director:
-    """Says what happens when: a rescale at half-time, the end when the time is up. Time counts from the first output.
+    """Says what happens when: the acts, and the end when the time is up. Time counts from the first output.
 
     It is the ``until_done`` of the view, so it is asked a few times a second and needs no thread of its own. Stopping
     does: that waits for the epoch, and the view should go on meanwhile.
@@ -125,12 +148,15 @@ class Director:
 
     job: Any
     seconds: float
-    rescale: Callable[[], None]
+    acts: Sequence[Act]
     first_output: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.monotonic
     interrupted: threading.Event = field(default_factory=threading.Event)
     began: float | None = None
-    rescaled_at: float | None = None
+    done: list[tuple[float, str]] = field(default_factory=list)
+    """What was done, and when, in the seconds of the job's history."""
+    seen: list[Seen] = field(default_factory=list)
+    """The nodes and their slices, whenever they changed."""
     _stopper: threading.Thread | None = None
 
     def __call__(self, timeout: float) -> bool:
@@ -145,16 +171,24 @@ class Director:
         if self.interrupted.is_set():
             self._stop()
             return
+        status = self.job.status()
         if self.began is None:
-            if not self.job.status().epoch:
+            if not status.epoch:
                 return
             self.began = now
             self.first_output()
-        if self.rescaled_at is None and now - self.began >= self.seconds / 2:
-            self.rescaled_at = now
-            self.rescale()
+        self._see(status)
+        for act in self.acts[len(self.done) :]:
+            if now - self.began >= self.seconds * act.share:
+                self.done.append((status.uptime_s, act.what))
+                act.do()
         if now - self.began >= self.seconds:
             self._stop()
+
+    def _see(self, status: JobStatus) -> None:
+        slices = {str(node["name"]): int(node["slices"]) for node in status.nodes}
+        if not self.seen or self.seen[-1][1] != slices:
+            self.seen.append((status.uptime_s, slices))
 
     def _stop(self) -> None:
         self._stopper = threading.Thread(target=self._stop_quietly, name="penstock-demo-stop", daemon=True)
@@ -196,22 +230,26 @@ def run_demo(
     plot: Path | None = None,
     view: str = "live",
     *,
-    rate: float = RATE,
+    executors: int | None = None,
+    rate: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Runs the demonstration and gives back what was measured. ``view`` is "live", "plain" or "json"."""
-    length = SECONDS if seconds is None else float(seconds)
+    length = (SECONDS if executors is None else CLUSTER_SECONDS) if seconds is None else float(seconds)
     if not SECONDS_MIN <= length <= SECONDS_MAX:
         raise ConfigError(
             f"the demonstration cannot run for {length:g} seconds.",
             remedy=f"Allowed: {SECONDS_MIN:g} to {SECONDS_MAX:g}; a window is {WINDOW_S} s long.",
         )
+    master = _master(master, executors)
+    if rate is None:
+        rate = RATE if executors is None else CLUSTER_RATE
     target = plot if plot is not None else PLOT
     from penstock.cli import _standard_output
 
     console = Console(stderr=True) if view == "json" else Console()
     with _standard_output(view == "json") as write:
-        result = _run(master or "local[*]", length, target, view, rate, seed, console)
+        result = _run(master, executors, length, target, view, rate, seed, console)
         if write is not None:
             write(json.dumps(result))
     if result.get("exact") is False:
@@ -222,8 +260,30 @@ def run_demo(
     return result
 
 
+def _master(master: str | None, executors: int | None) -> str:
+    if executors is None:
+        return master or "local[*]"
+    if master is not None:
+        raise ConfigError(
+            "the demonstration with executors makes a cluster of its own.", remedy="Leave out --master, or --executors."
+        )
+    if not EXECUTORS_MIN <= executors <= EXECUTORS_MAX:
+        raise ConfigError(
+            f"the demonstration cannot run on {executors} executors.",
+            remedy=f"Allowed: {EXECUTORS_MIN} to {EXECUTORS_MAX}; one of them leaves and somebody must stay.",
+        )
+    return f"local-cluster[{executors},1,{EXECUTOR_MB}]"
+
+
 def _run(
-    master: str, seconds: float, target: Path, view: str, rate: float, seed: int, console: Console
+    master: str,
+    executors: int | None,
+    seconds: float,
+    target: Path,
+    view: str,
+    rate: float,
+    seed: int,
+    console: Console,
 ) -> dict[str, Any]:
     clock = ArrivalClock()
     sink = memory()
@@ -233,7 +293,7 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="penstock-demo-", ignore_cleanup_errors=True) as scratch:
         settings = {
             "master": master,
-            "instances": BEFORE,
+            "instances": BEFORE if executors is None else None,
             "epoch_rows": EPOCH_ROWS,
             "checkpoint": scratch,
             "name": "demo",
@@ -242,7 +302,8 @@ def _run(
         with interrupts(interrupted):
             job = _begin(flow, config, console, view, interrupted)
             routings: list[RoutingTable] = []
-            director = Director(job, seconds, lambda: _rescale(job, routings), clock.release, interrupted=interrupted)
+            acts = _acts(job, routings, executors)
+            director = Director(job, seconds, acts, clock.release, interrupted=interrupted)
             _watch(job, view, console, director)
             director.join()
         # Seconds of the status's history count from where its uptime does: that moment, by our clock.
@@ -250,7 +311,7 @@ def _run(
         origin = now - status.uptime_s
         after = _routing(job)
     moved = routings[0].moved(after) if routings else 0
-    measured = Measured(status, clock.zero, origin, rate, moved, interrupted.is_set())
+    measured = Measured(status, clock.zero, origin, rate, moved, interrupted.is_set(), director.done, director.seen)
     result = measured.result()
     if status.history:
         result |= verdict(word_source(rate, seed), status.rows, sink.frame())
@@ -258,6 +319,15 @@ def _run(
     if view != "json":
         report(result, console)
     return result
+
+
+def _acts(job: Job, routings: list[RoutingTable], executors: int | None) -> list[Act]:
+    if executors is None:
+        return [Act(0.5, f"{STAGE} to {AFTER}", lambda: _rescale(job, routings))]
+    return [
+        Act(LEAVE_AT, "one is to leave", lambda: job.scale_in(1)),
+        Act(COME_AT, "one is asked for", lambda: job.scale_out(1)),
+    ]
 
 
 def _begin(flow: Flow, config: Config, console: Console, view: str, interrupted: threading.Event) -> Job:
@@ -312,6 +382,8 @@ class Measured:
     rate: float
     moved: int
     interrupted: bool
+    done: Sequence[tuple[float, str]] = ()
+    seen: Sequence[Seen] = ()
 
     def result(self) -> dict[str, Any]:
         s = self.status
@@ -329,6 +401,7 @@ class Measured:
             "recoveries": s.recoveries,
             "checkpoints": s.checkpoints,
             "rescale": self.rescale(),
+            "executors": self.executors(),
         }
 
     def _steady(self) -> list[dict[str, Any]]:
@@ -384,6 +457,36 @@ class Measured:
             "epoch_gap_ms": round(float(np.median(gaps)) * 1000, 1),
         }
 
+    def executors(self) -> dict[str, Any] | None:
+        """Who left, who came, how many slices moved with them, and the longest time without output after that began."""
+        if not self.done or max((len(slices) for _, slices in self.seen), default=0) < 2:
+            return None
+        history = self.status.history
+        gaps = [(b["at_s"], b["at_s"] - a["at_s"]) for a, b in pairwise(history)]
+        since = [gap for at, gap in gaps if at >= self.done[0][0]]
+        events = sorted([*self.done, *changes(self.seen)])
+        return {
+            "events": [{"at_s": round(at, 2), "what": what} for at, what in events],
+            "nodes": [{"at_s": round(at, 2), "slices": dict(slices)} for at, slices in self.seen],
+            "slices": sum(self.seen[0][1].values()),
+            "pause_ms": round(max(since, default=0.0) * 1000, 1),
+            "epoch_gap_ms": round(float(np.median([gap for _, gap in gaps])) * 1000, 1) if gaps else 0.0,
+        }
+
+
+def changes(seen: Sequence[Seen]) -> list[tuple[float, str]]:
+    """What happened to nodes, from how many slices each had when: one was empty, went, came, got its first slices."""
+    found = []
+    for (_, before), (at, after) in pairwise(seen):
+        found += [(at, f"{name} has left") for name in before if name not in after]
+        found += [(at, f"{name} is there") for name in after if name not in before]
+        for name in before.keys() & after.keys():
+            if before[name] and not after[name]:
+                found.append((at, f"{name} is drained"))
+            elif after[name] and not before[name]:
+                found.append((at, f"{name} has {after[name]} slices"))
+    return found
+
 
 def recount(source: WordSource, rows: int, until: dt.datetime) -> pl.DataFrame:
     """The top words of every window up to one, from the first ``rows`` words, without the engine."""
@@ -420,11 +523,21 @@ def verdict(source: WordSource, rows: int, output: pl.DataFrame) -> dict[str, An
 
 
 def draw(history: Sequence[Mapping[str, Any]], target: Path, result: Mapping[str, Any]) -> Path:
-    """The run as a picture, the rescale marked."""
-    counted = [{**entry, "instances": entry["instances"][STAGE]} for entry in history]
+    """The run as a picture, what was done to it marked."""
+    title = f"top words, {short(result['rows_s_asked'])} words a second"
+    executors = result["executors"]
+    if executors:
+        marks = [(float(event["at_s"]), str(event["what"])) for event in executors["events"]]
+        seen = [(float(entry["at_s"]), len(entry["slices"])) for entry in executors["nodes"]]
+        counted = [{**e, "instances": _at(seen, float(e["at_s"]))} for e in history]
+        return plot_run(counted, target, title, marks, counted="executors")
     rescale = result["rescale"]
     marks = [(float(rescale["at_s"]), f"{STAGE}: {BEFORE} -> {AFTER} containers")] if rescale else []
-    return plot_run(counted, target, f"top words, {short(result['rows_s_asked'])} words a second", marks)
+    return plot_run([{**e, "instances": e["instances"][STAGE]} for e in history], target, title, marks)
+
+
+def _at(seen: Sequence[tuple[float, int]], at: float) -> int:
+    return next((count for since, count in reversed(seen) if since <= at), seen[0][1])
 
 
 def report(result: Mapping[str, Any], console: Console) -> None:
@@ -487,6 +600,18 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
         yield (
             "",
             Text(f"the next output came after {rescale['pause_ms']:.0f} ms; {rescale['epoch_gap_ms']:.0f} ms is usual"),
+        )
+    executors = result["executors"]
+    if executors:
+        begin = executors["events"][0]["at_s"]
+        told = "; ".join(f"{event['what']} ({event['at_s'] - begin:+.1f} s)" for event in executors["events"])
+        yield "executors", Text(told)
+        yield (
+            "",
+            Text(
+                f"the longest time without output since then was {executors['pause_ms']:.0f} ms; "
+                f"{executors['epoch_gap_ms']:.0f} ms is usual"
+            ),
         )
     if result.get("exact") is not None:
         yield (

@@ -32,7 +32,7 @@ def test_a_seed_is_run_and_told() -> None:
 def test_seeds_are_counted_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def fake(seed: int, *, keep_story: bool = False) -> Outcome:
+    def fake(seed: int, *, keep_story: bool = False, storm: bool = False) -> Outcome:
         seen.append(seed)
         return GOOD
 
@@ -43,7 +43,7 @@ def test_seeds_are_counted_from_the_first(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_violation_shows_its_story_and_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "simulate", lambda seed, *, keep_story=False: BAD if seed == 7 else GOOD)
+    monkeypatch.setattr(module, "simulate", lambda seed, *, keep_story=False, storm=False: BAD if seed == 7 else GOOD)
     code, said = invoke("--seeds", "10")
     assert code == 1
     assert "... 40 lines before" in said and "line 99" in said and "line 39" not in said
@@ -53,7 +53,7 @@ def test_a_violation_shows_its_story_and_how_to_replay_it(monkeypatch: pytest.Mo
 
 
 def test_json_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "simulate", lambda seed, *, keep_story=False: BAD if seed == 7 else GOOD)
+    monkeypatch.setattr(module, "simulate", lambda seed, *, keep_story=False, storm=False: BAD if seed == 7 else GOOD)
     code, said = invoke("--seeds", "8", "--json")
     assert code == 1
     found = json.loads(said)
@@ -63,8 +63,22 @@ def test_json_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert violation["replay"] == "penstock simulate --seed 7 --verbose"
 
 
+def test_a_storm_is_asked_for_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def fake(seed: int, *, keep_story: bool = False, storm: bool = False) -> Outcome:
+        asked.append(storm)
+        return Outcome(seed, "d", 1.0, 3, 1, 0, 0, "progress", "no rest", ("a line",), 200, 50, 4, storm)
+
+    monkeypatch.setattr(module, "simulate", fake)
+    code, said = invoke("--seeds", "2", "--storm")
+    assert (code, asked) == (1, [True, True])
+    assert "400 orders (100 refused), 8 nodes killed" in said
+    assert "Again with: penstock simulate --seed 1 --storm --verbose" in said
+
+
 def test_ctrl_c_ends_it_with_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(seed: int, *, keep_story: bool = False) -> Outcome:
+    def fake(seed: int, *, keep_story: bool = False, storm: bool = False) -> Outcome:
         if seed == 2:
             raise KeyboardInterrupt
         return GOOD

@@ -1,51 +1,61 @@
 """Real executors in processes of their own, one of them killed in mid-run: the output is the local engine's.
 
-Each test runs in a child process: ``local-cluster`` starts a Spark of its own, and there is one to a process.
+The job is the second half of this file: see ``child.py``.
 """
 
-from __future__ import annotations
-
-import json
-import os
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(420)]
-
-ROOT = Path(__file__).resolve().parents[2]
-
-JOB = """
-import json, os, signal, sys, threading
-from pathlib import Path
-
 import polars as pl
-import psutil
+import pytest
 
 import penstock as ps
 from penstock.engines.job import start
+from tests.spark.child import executors, kill, run, say
 
-place, kill = Path(sys.argv[1]), int(sys.argv[2])
+pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(420)]
+
+ROWS = 3_000
+
+
+def test_an_executor_is_killed_in_mid_run(tmp_path: Path) -> None:
+    """Until then containers live on both executors, each where it was; after it, the output is still exact."""
+    found = run(__file__, tmp_path, 4, timeout_s=400)
+    assert len(found["nodes"]) == 2
+    assert len(found["homes"]) == 4, f"a container moved for no reason: {found['homes']}"
+    assert found["remote"] > 0, "rows went from one to the other"
+    assert found["killed"] == 1
+    assert found["equal"], "the output is not what an undisturbed run gives"
+    assert found["rows"]["b"] == ROWS
+    assert found["phase"] == "complete"
+    assert found["recoveries"] >= 1
+    alive = {node for node, _ in found["after"].values()}
+    stayed = {c: home for c, home in found["before"].items() if home[0] in alive}
+    assert len(stayed) == 2, "half of the four containers were on the executor that was not killed"
+    # Its process may be another: when a job fails, Spark kills those of its tasks that run, and their workers too.
+    assert {c: found["after"][c][0] for c in stayed} == {c: node for c, (node, _) in stayed.items()}
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
 
 
 class Chain(ps.Operator):
-    def on_event(self, key, event, chain: ps.Value[int], emit):
+    """A hash of all events of a key, in their order."""
+
+    def on_event(self, key: str, event: Any, chain: ps.Value[int], emit: Any) -> None:
         chain.set((chain.get(0) * 31 + event.n) % 1_000_003)
         emit(word=key, chain=chain.get())
 
 
-def make(first, n, rng):
+def make(first: int, n: int, rng: Any) -> pl.DataFrame:
     i = range(first, first + n)
     return pl.DataFrame({"word": [f"w{v * 7919 % 41}" for v in i], "n": [v % 10 for v in i], "x": [v / 7 for v in i]})
 
 
-def build(out):
+def build(out: Path) -> ps.Flow:
     flow = ps.Flow("recovers")
-    words = flow.source("in", ps.generator(make, rows=3_000, schema={"word": str, "n": int, "x": float}))
+    words = flow.source("in", ps.generator(make, rows=ROWS, schema={"word": str, "n": int, "x": float}))
     sums = words.key_by("word").aggregate("sums", rows=ps.count(), x=ps.sum("x"))
     sums.sink("a", ps.parquet(out / "a", durable=False))
     words.key_by("word").process("chain", Chain(), schema={"word": str, "chain": int}).sink(
@@ -54,99 +64,55 @@ def build(out):
     return flow
 
 
-def outputs(out):
+def outputs(out: Path) -> dict[str, pl.DataFrame]:
     return {s: ps.read_output(out / s).sort(pl.all()) for s in "ab"}
 
 
-def executors():
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if any("CoarseGrainedExecutorBackend" in part for part in process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            pass  # it ended while we looked
-    return found
-
-
-def main():
-    settings = dict(instances=2, slices=8, epoch_rows=300, checkpoint_interval_s=0.0)
+def main(place: Path, kill_at: int) -> None:
+    """``kill_at``: how many epochs are published before an executor is killed."""
+    settings: dict[str, Any] = dict(instances=2, slices=8, epoch_rows=300, checkpoint_interval_s=0.0)
     ps.run_local(build(place / "local"), **settings)
     config = ps.Config(master="local-cluster[2,1,1024]", checkpoint=str(place / "ck"), **settings)
     published, killed = 0, []
 
-    def trip(step):
+    def trip(step: str) -> None:
         nonlocal published
         published += step == "after-publish"
-        if step == "after-publish" and published == kill:
+        if step == "after-publish" and published == kill_at:
             victim = executors()[0]
             killed.append(victim.pid)
-            victim.send_signal(signal.SIGKILL)
+            kill([victim])
 
-    nodes, before, after = set(), {}, {}
+    homes: set[tuple[str, int, str]] = set()
+    before: dict[str, tuple[str, int]] = {}
+    after: dict[str, tuple[str, int]] = {}
     job = start(build(place / "spark"), engine="spark", config=config, trip=trip)
     observe = job._runtime._observe
 
-    def watch(event):
+    def watch(event: Any) -> None:
         reports = [r for r in getattr(event, "reports", ()) if r.stage != "in"]
         if not killed:
-            nodes.update((r.stage, r.index, r.node) for r in reports)
+            homes.update((r.stage, r.index, r.node) for r in reports)
         (after if killed else before).update({f"{r.stage}:{r.index}": (r.node, r.pid) for r in reports})
         observe(event)
 
-    job._runtime._observe = watch
+    job._runtime._observe = watch  # type: ignore[method-assign]
     assert job.wait(300), "it hangs"
     ours, theirs = outputs(place / "spark"), outputs(place / "local")
     status = job.status()
-    print(json.dumps({
-        "equal": all(ours[s].equals(theirs[s]) for s in "ab"),
-        "rows": {s: ours[s].height for s in "ab"},
-        "recoveries": status.recoveries,
-        "phase": status.phase,
-        "killed": len(killed),
-        "nodes": sorted({n for stage, _, n in nodes if stage != "in"}),
-        "homes": sorted({(s, i, n) for s, i, n in nodes if s != "in"}),
-        "before": before,
-        "after": after,
-        "remote": sum(o.bytes_remote for o in status.operators),
-    }), flush=True)
+    say(
+        equal=all(ours[s].equals(theirs[s]) for s in "ab"),
+        rows={s: ours[s].height for s in "ab"},
+        recoveries=status.recoveries,
+        phase=status.phase,
+        killed=len(killed),
+        nodes=sorted({n for _, _, n in homes}),
+        homes=sorted(homes),
+        before=before,
+        after=after,
+        remote=sum(o.bytes_remote for o in status.operators),
+    )
 
 
 if __name__ == "__main__":
-    main()
-"""
-
-
-def run(place: Path, kill: int) -> dict[str, Any]:
-    script = place / "job.py"
-    script.write_text(textwrap.dedent(JOB))
-    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, str(script), str(place), str(kill)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def test_an_executor_is_killed_in_mid_run(tmp_path: Path) -> None:
-    """Until then containers live on both executors, each where it was; after it, the output is still exact."""
-    found = run(tmp_path, 4)
-    assert len(found["nodes"]) == 2
-    assert len(found["homes"]) == 4, f"a container moved for no reason: {found['homes']}"
-    assert found["remote"] > 0, "rows went from one to the other"
-    assert found["killed"] == 1
-    assert found["equal"], "the output is not what an undisturbed run gives"
-    assert found["rows"]["b"] == 3_000
-    assert found["phase"] == "complete"
-    assert found["recoveries"] >= 1
-    alive = {node for node, _ in found["after"].values()}
-    stayed = {c: home for c, home in found["before"].items() if home[0] in alive}
-    assert len(stayed) == 2, "half of the four containers were on the executor that was not killed"
-    # Its process may be another: when a job fails, Spark kills those of its tasks that run, and their workers too.
-    assert {c: found["after"][c][0] for c in stayed} == {c: node for c, (node, _) in stayed.items()}
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -492,7 +492,7 @@ def test_demo_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
     module.run_demo = lambda **flags: calls.append(flags)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "penstock.demo", module)
     assert invoke("demo", "--seconds", "5", "--plot", "run.png", "--json").exit_code == 0
-    assert calls == [{"master": None, "seconds": 5.0, "plot": Path("run.png"), "view": "json"}]
+    assert calls == [{"master": None, "seconds": 5.0, "plot": Path("run.png"), "view": "json", "executors": None}]
 
 
 def test_version_and_help() -> None:

@@ -37,6 +37,7 @@ from penstock.control.events import (
     StopRequested,
     TaskError,
     TaskReport,
+    Tell,
     Tick,
     WarmedUp,
     WarmUp,
@@ -507,8 +508,9 @@ def test_a_rescale_before_any_input_needs_no_checkpoint() -> None:
 def test_a_rescale_that_cannot_be_changes_nothing(stage: str, instances: int) -> None:
     d = Driver()
     d.start()
-    assert d.step(RescaleRequested(0.0, StageId(stage), instances)) == []
-    assert d.controller.rescales == []
+    (told,) = d.step(RescaleRequested(0.0, StageId(stage), instances))
+    assert isinstance(told, Tell) and ("cannot have" in told.text or "there is no stage" in told.text)
+    assert d.controller.rescales == [] and d.controller.resizes == {}
     with pytest.raises(ConfigError):  # this is what tells whoever asks
         d.controller.routing.rescale(StageId(stage), instances)
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from penstock import demo
 from penstock.connectors import memory
 from penstock.connectors.generator import WordSource, words
-from penstock.demo import AFTER, BEFORE, STAGE, ArrivalClock, Director, Measured
+from penstock.demo import AFTER, BEFORE, STAGE, Act, ArrivalClock, Director, Measured
 from penstock.engines.job import run_local
 from penstock.errors import ConfigError
 from penstock.observe.status import JobStatus
@@ -93,11 +93,16 @@ def test_no_output_is_no_verdict() -> None:
 class FakeJob:
     def __init__(self) -> None:
         self.epoch = 0
+        self.nodes: dict[str, int] = {"driver": 64}
+        self.uptime_s = 0.0
         self.stopped = threading.Event()
-        self.rescaled: list[tuple[str, int]] = []
+        self.asked: list[str] = []
 
     def status(self) -> JobStatus:
-        return JobStatus("demo", "demo", "spark", "running", epoch=self.epoch)
+        nodes = tuple({"name": name, "slices": slices} for name, slices in self.nodes.items())
+        return JobStatus(
+            "demo", "demo", "spark", "running", epoch=self.epoch, nodes=nodes, slices=64, uptime_s=self.uptime_s
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         return self.stopped.is_set()
@@ -105,24 +110,23 @@ class FakeJob:
     def stop(self) -> None:
         self.stopped.set()
 
-    def rescale(self, stage: str, instances: int) -> None:
-        self.rescaled.append((stage, instances))
+    def act(self, share: float, what: str) -> Act:
+        return Act(share, what, lambda: self.asked.append(what))
 
 
 def test_time_counts_from_the_first_output_and_the_rescale_comes_half_way() -> None:
     job, now = FakeJob(), [100.0]
     outputs: list[float] = []
-    rescale = lambda: job.rescale(STAGE, AFTER)  # noqa: E731
-    director = Director(job, 20.0, rescale, lambda: outputs.append(now[0]), clock=lambda: now[0])
+    director = Director(job, 20.0, [job.act(0.5, "x")], lambda: outputs.append(now[0]), clock=lambda: now[0])
     assert not director(0) and director.began is None  # Spark may take its time
     now[0], job.epoch = 150.0, 1
     assert not director(0) and outputs == [150.0]
     now[0] = 159.9
-    assert not director(0) and job.rescaled == []
-    now[0] = 160.0
-    assert not director(0) and job.rescaled == [(STAGE, AFTER)]
+    assert not director(0) and job.asked == []
+    now[0], job.uptime_s = 160.0, 12.5
+    assert not director(0) and job.asked == ["x"] and director.done == [(12.5, "x")]
     now[0] = 169.9
-    assert not director(0) and job.rescaled == [(STAGE, AFTER)]
+    assert not director(0) and job.asked == ["x"]
     now[0] = 170.0
     director(0)
     director.join()
@@ -131,11 +135,65 @@ def test_time_counts_from_the_first_output_and_the_rescale_comes_half_way() -> N
 
 def test_an_interrupt_ends_it_without_a_rescale() -> None:
     job = FakeJob()
-    director = Director(job, 20.0, lambda: job.rescale(STAGE, AFTER), clock=lambda: 0.0)
+    director = Director(job, 20.0, [job.act(0.0, "x")], clock=lambda: 0.0)
     director.interrupted.set()
     director(0)
     director.join()
-    assert job.stopped.is_set() and job.rescaled == []
+    assert job.stopped.is_set() and job.asked == []
+
+
+def test_executors_that_leave_and_come_are_seen() -> None:
+    job, now = FakeJob(), [0.0]
+    director = Director(job, 10.0, [job.act(0.2, "out"), job.act(0.4, "in")], clock=lambda: now[0])
+    job.epoch = 1
+    for at, nodes in enumerate(
+        [
+            {"0": 22, "1": 21, "2": 21},
+            {"0": 22, "1": 21, "2": 21},
+            {"0": 22, "1": 21, "2": 21},
+            {"0": 32, "1": 32, "2": 0},
+            {"0": 32, "1": 32},
+            {"0": 32, "1": 32, "3": 0},
+            {"0": 22, "1": 21, "3": 21},
+        ]
+    ):
+        now[0] = job.uptime_s = float(at)
+        job.nodes = nodes
+        director(0)
+    assert director.done == [(2.0, "out"), (4.0, "in")] and job.asked == ["out", "in"]
+    assert [at for at, _ in director.seen] == [0.0, 3.0, 4.0, 5.0, 6.0]
+    assert demo.changes(director.seen) == [
+        (3.0, "2 is drained"),
+        (4.0, "2 has left"),
+        (5.0, "3 is there"),
+        (6.0, "3 has 21 slices"),
+    ]
+    history = tuple(entry(i, float(i), 10, 3) for i in range(1, 8))
+    status = JobStatus("demo", "demo", "spark", "stopped", epoch=7, rows=70, slices=64, history=history)
+    found = Measured(status, 0.0, 0.0, 10.0, 0, False, director.done, director.seen).executors()
+    assert found is not None
+    assert [e["what"] for e in found["events"]] == [
+        "out",
+        "2 is drained",
+        "2 has left",
+        "in",
+        "3 is there",
+        "3 has 21 slices",
+    ]
+    assert (found["pause_ms"], found["epoch_gap_ms"], found["slices"]) == (1000.0, 1000.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"executors": 1}, "cannot run on 1 executors"),
+        ({"executors": 99}, "cannot run on 99 executors"),
+        ({"executors": 3, "master": "local[2]"}, "a cluster of its own"),
+    ],
+)
+def test_executors_that_make_no_sense_are_refused(flags: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        demo.run_demo(view="plain", **flags)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 4.9, 1e9, float("nan")])
@@ -232,6 +290,19 @@ def test_the_picture_marks_the_rescale(tmp_path: Path) -> None:
     run = measured(*(entry(i, i * 0.5, 500, BEFORE if i < 10 else AFTER) for i in range(1, 20)))
     drawn = demo.draw(run.status.history, tmp_path / "run.svg", run.result())
     assert f"{STAGE}: {BEFORE} -&gt; {AFTER} containers" in drawn.read_text()
+
+
+def test_the_picture_and_the_report_tell_of_executors(tmp_path: Path) -> None:
+    history = tuple(entry(i, float(i), 500, 3) for i in range(1, 20))
+    status = JobStatus("demo", "demo", "spark", "stopped", epoch=19, rows=9_500, slices=64, history=history)
+    seen = [(0.5, {"0": 32, "1": 32}), (6.0, {"0": 64}), (12.0, {"0": 64, "2": 0}), (14.0, {"0": 32, "2": 32})]
+    run = Measured(status, 0.0, 0.0, 500.0, 0, False, [(4.0, "one is to leave"), (8.0, "one is asked for")], seen)
+    result = run.result()
+    drawn = demo.draw(history, tmp_path / "run.svg", result).read_text()
+    assert "1 has left" in drawn and "2 has 32 slices" in drawn and "executors" in drawn
+    text = " ".join(shown(result).split())
+    assert "executors one is to leave (+0.0 s); 1 has left (+2.0 s); one is asked for (+4.0 s); 2 is there" in text
+    assert "the longest time without output since then was 1000 ms; 1000 ms is usual" in text
 
 
 # --- the real thing -----------------------------------------------------------------------------------------------

@@ -84,12 +84,34 @@ class FakeJob:
         return self.turns <= 0
 
 
+def node(name: str, slices: int, *containers: int, state: str = "up") -> dict[str, Any]:
+    where = {"host": "10.0.0.1", "zone": "rack-1", "cores": len(containers)}
+    return {"name": name, **where, "containers": list(containers), "slices": slices, "state": state}
+
+
+def move(slice: int, source: int, target: int, phase: str = "rebuild") -> dict[str, Any]:
+    way = {"stage": "counts", "slice": slice, "source": source, "target": target}
+    return {**way, "phase": phase, "since_s": 0.5, "cause": "node 2 to leave"}
+
+
+NODES = (node("0", 24, 0, 3), node("1", 20, 1, 4), node("2", 20, 2, 5, state="leaving"))
+MOVES = (*(move(n, 2, n % 2) for n in range(6)), move(9, 5, 0, "switch"))
+SCALING = dataclasses.replace(STATUS, nodes=NODES, moves=MOVES, policy="ring: nothing: all are busy")
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 3, 40])
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 @pytest.mark.parametrize("stages", [0, 1, 3, 40])
-def test_a_frame_fits_the_terminal(width: int, stages: int) -> None:
+def test_a_frame_fits_the_terminal(width: int, stages: int, nodes: int) -> None:
     many = tuple(OperatorStatus(f"stage-{n}-with-a-long-name", "keyed", ("a", "b"), 2, busy=0.3) for n in range(stages))
     status = dataclasses.replace(
         STATUS, operators=many, dead_letters=3, late=1, recoveries=2, error="x " * 300, flow="f" * 70, epoch=1_234_567
+    )
+    status = dataclasses.replace(
+        status,
+        nodes=tuple(node(f"executor-{n}-of-many", n, n) for n in range(nodes)),
+        moves=MOVES if nodes else (),
+        policy="safe-rate: " + "x" * 300 if nodes else None,
     )
     drawn = lines_of(status, width)
     assert len(drawn) <= 23  # the cursor keeps a line
@@ -120,6 +142,34 @@ def test_more_stages_than_lines_are_counted() -> None:
     drawn = lines_of(dataclasses.replace(STATUS, operators=many))
     shown = sum(1 for line in drawn if re.match(r"\s*s\d+ ", line))
     assert f"... and {40 - shown} more" in drawn[-1] and shown > 5
+
+
+def test_nodes_their_slices_and_what_moves_are_seen() -> None:
+    drawn = lines_of(SCALING)
+    table = drawn[next(i for i, line in enumerate(drawn) if line.split()[:1] == ["node"]) :]
+    assert [line.split()[:3] for line in table[1:]] == [["0", "0,3", "24"], ["1", "1,4", "20"], ["2", "2,5", "20"]]
+    assert [line.split()[-2:] for line in table[1:]] == [["+4", "up"], ["+3", "up"], ["-7", "leaving"]]
+    text = "\n".join(drawn)
+    assert "moves 6 rebuild, 1 switch: counts 2 -> 0 (3), counts 2 -> 1 (3) and 1 more" in text
+    assert "policy ring: nothing: all are busy" in text
+    calm = lines_of(dataclasses.replace(STATUS, nodes=NODES[:1]))
+    assert not any(line.split()[:1] in (["node"], ["moves"], ["policy"]) for line in calm), "one node is no news"
+
+
+def test_of_many_nodes_those_are_shown_that_something_happens_to() -> None:
+    quiet = tuple(node(f"q{n}", 1, 100 + n) for n in range(40))
+    drawn = lines_of(dataclasses.replace(SCALING, nodes=(*quiet, *NODES)))
+    names = [line.split()[0] for line in drawn if re.match(r" (\d|q\d+) +\d", line)]
+    assert names[:3] == ["0", "1", "2"] and names[3:] == [f"q{n}" for n in range(len(names) - 3)]
+    assert drawn[-1] == f" ... and {43 - len(names)} nodes more"
+
+
+def test_a_plain_line_names_nodes_and_moves() -> None:
+    line = plain_line(SCALING)
+    assert "slices 0=24 1=20 2=20(leaving) | moves 6 rebuild, 1 switch: counts 2 -> 0 (3)" in line and line.isascii()
+    many = plain_line(dataclasses.replace(SCALING, nodes=tuple(node(str(n), 1, n) for n in range(50))))
+    assert "7=1 and 42 nodes more" in many
+    assert len(plain_line(dataclasses.replace(SCALING, policy="word " * 200))) < len(line) + 100
 
 
 def test_wide_frames_name_the_operators() -> None:

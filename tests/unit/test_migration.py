@@ -95,6 +95,11 @@ class Fleet(Driver):
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
+    def up(self) -> None:
+        """All that are being started are there."""
+        for stage, container in sorted(self.controller.warming):
+            self.step(WarmedUp(self.now, stage, (container,)))
+
     def end(self, epoch: int, stage: StageId) -> list[Command]:
         """A stage is done, on the containers that were told to run."""
         run = self.runs[epoch, stage]
@@ -369,7 +374,7 @@ def replaced(phase: str, **settings: Any) -> Fleet:
     assert set(d.phases.values()) == {"prepare"}
     if phase == "prepare":
         return d
-    d.step(WarmedUp(d.now, COUNT, (TARGET,)))
+    d.up()
     d.warm = True
     assert set(d.phases.values()) == {"rebuild"}
     d.until(lambda: phase in d.phases.values())
@@ -387,7 +392,10 @@ def test_a_new_node_gets_a_process_before_it_gets_slices() -> None:
     assert TARGET not in d.runs[d.controller.next_epoch - 1, COUNT].containers, "epochs go on without it"
     d.step(WarmedUp(d.now, COUNT, (TARGET,)))
     number = d.epoch()
-    assert TARGET in d.runs[number, COUNT].containers
+    assert d.controller.warming and TARGET not in d.runs[number, COUNT].containers, "others are being started there"
+    d.up()
+    number = d.epoch()
+    assert TARGET in d.runs[number, COUNT].containers and TARGET in d.runs[number, IN].containers
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -714,9 +722,29 @@ def test_a_node_is_drained_before_it_is_given_back() -> None:
     assert [c.nodes for c in gone] == [("b",)]
     assert all(1 not in owners for owners in d.controller.routing.owners.values())
     assert 1 not in d.runs[number, COUNT].containers, "an epoch without it has been published"
+    d.begin()
+    assert d.controller.outstanding, "an epoch is under way"
     d.lose("b")
-    assert d.controller.recoveries == 0 and d.said[-1] == "lost node b; it owned nothing"
+    assert d.controller.recoveries == 0 and d.said[-1] == "node b has left"
+
+
+def test_a_source_is_read_elsewhere_before_its_node_is_given_back() -> None:
+    d = fleet("a", "b")
+    d.step(RescaleRequested(d.now, IN, 1))
     d.epoch()
+    assert d.runs[d.epoch(), IN].containers == (0,)
+    d.controller.up[IN] -= {1}  # it has read nothing for a while
+    d.warm = False
+    assert (IN, (1,)) in [
+        (c.stage, c.containers) for c in d.step(LeaveRequested(d.now, ("a",))) if isinstance(c, WarmUp)
+    ]
+    d.until(lambda: not d.phases and 0 not in d.controller.routing.owners[COUNT], most=20)
+    for _ in range(3):
+        assert d.runs[d.epoch(), IN].containers == (0,), "until the other is there nobody waits for it"
+    assert not any(isinstance(c, ReleaseNodes) for c in d.commands)
+    d.up()
+    assert d.runs[d.epoch(), IN].containers == (1,)
+    d.until(lambda: any(isinstance(c, ReleaseNodes) for c in d.commands), most=5)
 
 
 def test_somebody_must_stay() -> None:

@@ -30,6 +30,7 @@ from penstock.control.events import (
     Command,
     Compact,
     Compacted,
+    CoresRequested,
     EpochLogged,
     EpochPlanned,
     EpochPublished,
@@ -39,6 +40,7 @@ from penstock.control.events import (
     Finish,
     Flush,
     Flushed,
+    HotSlices,
     LeaveRequested,
     LogEpoch,
     ManifestWritten,
@@ -158,6 +160,8 @@ class Controller(Shape):
             RebalanceRequested: self._rebalance_requested,
             NodesInvited: self._nodes_invited,
             LeaveRequested: self._leave_requested,
+            CoresRequested: self._cores_requested,
+            HotSlices: self._hot_slices,
             CancelMovesRequested: self._cancel_requested,
             WarmedUp: self._warmed_up,
             StopRequested: self._stop_requested,
@@ -220,6 +224,7 @@ class Controller(Shape):
         self.switching = None
         self.switched = NO_EPOCH  # all owners start from the checkpoint
         self.migration.recovered(self.routing.owners, self.routing.homes, now)
+        self.load.forget()
         self.checkpoint = None
         self.checkpoint_at = now
         self.clocks = dict(self.committed_clocks)
@@ -326,6 +331,7 @@ class Controller(Shape):
         run.running.discard(event.stage)
         run.done[event.stage] = tuple(sorted(event.reports, key=lambda r: r.index))
         self._collect_deltas(event.reports)
+        self._note_load(event.stage, event.reports, event.now)
         return self._note_peers(event.stage, event.reports)
 
     def _stage_failed(self, event: StageFailed) -> list[Command]:
@@ -635,6 +641,7 @@ class Controller(Shape):
             handover,
             self.settings.full_snapshots,
             run.epoch <= self.published,
+            self._asked(run, stage.id),
         )
 
     def _publish(self, now: float) -> list[Command]:
@@ -689,6 +696,7 @@ class Controller(Shape):
                 self._set_routing(self.routing.rescale(stage, instances))
             if self.rescales:
                 self._house()
+                self._vacate()
                 self._rehold()
             self.rescales.clear()
             if over:
@@ -751,6 +759,9 @@ class Controller(Shape):
                 assert previous is None or stage in previous.done, f"'{stage}' of {epoch} overtook {epoch - 1}"
         assert self.switching is None or self.checkpoint is None, "a checkpoint is open while slices change hands"
         assert all(e > self.committed for e in self.log), "the log keeps epochs that a checkpoint covers"
+        for node, cores in self.cores.items():
+            assert node in self.nodes, f"cores of node {node}, which is gone"
+            assert 1 <= cores <= self.nodes[node].cores, f"{cores} cores of node {node}, which has fewer"
 
 
 def _behind(time: int, by: int) -> int:

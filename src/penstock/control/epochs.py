@@ -33,6 +33,8 @@ class Settings:
     """Nodes that come get containers. False: only those that were asked for, or that take a lost one's place."""
     full_snapshots: bool = False
     """Checkpoints write all of the state while everything waits: also for comparison."""
+    schedule: str = "load"
+    """How slices are dealt out to the slots of a node, and to all containers."""
 
 
 @dataclass

@@ -69,6 +69,10 @@ class TaskReport(msgspec.Struct):
     """It has pieces for backup holders that wait for the next exchange among peers."""
     problem: str = ""
     """Why it cannot hold backups any more (a full disk)."""
+    load: dict[int, int] = {}
+    """Every few epochs: slice -> rows that came for it since the last time, counted or estimated from a sample."""
+    keys: dict[int, list[tuple[str, float]]] = {}
+    """slice that it was asked about -> its hottest keys, and the share of its rows that each has"""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -200,6 +204,8 @@ class Stuck(Event):
 class RescaleRequested(Event):
     stage: StageId
     instances: int
+    targets: dict[int, int] = field(default_factory=dict)
+    """slice -> container, once there is room: these move and no others. Empty: all are spread evenly."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +237,21 @@ class LeaveRequested(Event):
     """Drain some nodes, then let them go."""
 
     nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CoresRequested(Event):
+    """Use so many cores of a node: as many containers of every stage work there, and share its slices."""
+
+    node: str
+    cores: int
+
+
+@dataclass(frozen=True)
+class HotSlices(Event):
+    """Slices that keep a container busy all by themselves: what are their hottest keys?"""
+
+    slices: dict[StageId, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -326,6 +347,8 @@ class RunStage(Command):
     """A checkpoint writes the whole state before the epoch goes on."""
     quiet: bool = False
     """The sinks have this epoch already: it runs again for the state that it leaves."""
+    hot: tuple[int, ...] = ()
+    """Slices whose owners are to say which keys are the hottest."""
 
 
 @dataclass(frozen=True)

@@ -499,10 +499,55 @@ def spread(
     return _even_loads(owners, containers, load, holding)
 
 
+class Schedule(Protocol):
+    """How slices are dealt out to the slots of a node. Adding one is a class and a line below."""
+
+    @property
+    def name(self) -> str: ...
+
+    def assign(self, owners: Sequence[int], slots: Sequence[Peer], load: Sequence[float] | None) -> tuple[int, ...]:
+        """A slot for each slice; ``owners``: where they are now, ``load``: theirs, if it was measured.
+
+        What need not move should stay: a slot is a process of its own, so a slice that moves is copied.
+        """
+        ...
+
+
+class RoundRobin:
+    """Equally many slices for every slot; those that must move are dealt out one by one."""
+
+    name = "round_robin"
+
+    def assign(self, owners: Sequence[int], slots: Sequence[Peer], load: Sequence[float] | None) -> tuple[int, ...]:
+        return _even_counts(owners, sorted(p.container for p in slots), {}, in_turn=True)
+
+
+class ByLoad:
+    """Equally much work for every slot: the heaviest slices first, each to the slot with least to do.
+
+    As long as nothing was measured, equally many slices.
+    """
+
+    name = "load"
+
+    def assign(self, owners: Sequence[int], slots: Sequence[Peer], load: Sequence[float] | None) -> tuple[int, ...]:
+        return spread(owners, slots, load)
+
+
+_SCHEDULES: dict[str, Schedule] = {s.name: s for s in (RoundRobin(), ByLoad())}
+
+
+def schedule(name: str) -> Schedule:
+    found = _SCHEDULES.get(name)
+    if found is None:
+        raise ConfigError(f"there is no schedule '{name}'.", remedy=f"The schedules are {', '.join(_SCHEDULES)}.")
+    return found
+
+
 def _even_counts(
-    owners: Sequence[int], containers: Sequence[int], holding: Mapping[int, Sequence[int]]
+    owners: Sequence[int], containers: Sequence[int], holding: Mapping[int, Sequence[int]], in_turn: bool = False
 ) -> tuple[int, ...]:
-    """Everyone keeps what fits in its share, the rest fills the gaps in order."""
+    """Everyone keeps what fits in its share, the rest fills the gaps: one container after the other, or in turn."""
     held = Counter(owners)
     share, extra = divmod(len(owners), len(containers))
     # Containers that already have more get the larger shares, so that an uneven division moves nothing needlessly.
@@ -521,7 +566,8 @@ def _even_counts(
         if result[s] == c and surplus[c]:
             result[s] = None
             surplus[c] -= 1
-    gaps = iter([c for c in containers for _ in range(room[c])])
+    rows = [[c] * room[c] for c in containers]
+    gaps = iter(_taking_turns(rows) if in_turn else [c for row in rows for c in row])
     return tuple(next(gaps) if c is None else c for c in result)
 
 
@@ -639,12 +685,16 @@ def hot_slices(load: Sequence[float], capacity: float, *, factor: float = 2.0) -
 # -- where containers live ---------------------------------------------------------------------------------------------
 
 
-def homes(containers: int, nodes: Mapping[str, int], current: Mapping[int, str]) -> dict[int, str]:
+def homes(
+    containers: int, nodes: Mapping[str, int], current: Mapping[int, str], slots: Mapping[str, int] | None = None
+) -> dict[int, str]:
     """Container -> node for containers 0 .. n-1; ``nodes``: the living ones with their number of cores.
 
     Whoever has a living home stays; the others go, one by one, where there are the fewest containers for each core,
-    and of equals to the one with more cores. Without a living node nobody has a home.
+    and of equals to the one with more cores. Without a living node nobody has a home. ``slots``: nodes that are to have
+    no more than so many; they get more only if no other node is left.
     """
+    slots = slots or {}
     found = {c: current[c] for c in range(containers) if current.get(c) in nodes}
     if not nodes:
         return found
@@ -652,6 +702,15 @@ def homes(containers: int, nodes: Mapping[str, int], current: Mapping[int, str])
     for c in range(containers):
         if c not in found:
             # Executors are numbered: "10" comes after "9".
-            found[c] = min(nodes, key=lambda n: (living[n] / max(1, nodes[n]), -nodes[n], len(n), n))
+            found[c] = min(
+                nodes,
+                key=lambda n: (
+                    living[n] >= slots.get(n, living[n] + 1),
+                    living[n] / max(1, nodes[n]),
+                    -nodes[n],
+                    len(n),
+                    n,
+                ),
+            )
             living[found[c]] += 1
     return dict(sorted(found.items()))

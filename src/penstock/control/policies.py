@@ -69,6 +69,10 @@ class Observation:
     nodes: int = 1
     cores: int | None = None
     """Of all nodes together."""
+    slots: int | None = None
+    """Containers of a stage that may work at all, by what people said of the cores of nodes; None: no limit."""
+    usable: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Keyed stages: the containers that may own slices; where it is not known, any."""
     moving: int = 0
     """Slices on their way: the figures are not yet those of the new size."""
     limits: Limits = Limits()
@@ -85,7 +89,7 @@ class Observation:
             "busy": {stage.id: stage.busy for stage in status.operators},
             "instances": {stage.id: stage.instances for stage in status.operators},
             "nodes": max(1, len(status.nodes)),
-            "cores": sum(int(node["cores"]) for node in status.nodes if node.get("cores")) or None,
+            "cores": sum(int(n.get("limit") or n["cores"]) for n in status.nodes if n.get("cores")) or None,
             "moving": len(status.moves),
         }
         return Observation(now=now, **{**known, **more})
@@ -106,7 +110,7 @@ class Observation:
 
     def instances_max(self, stage: str) -> int:
         """The most that the limits, the cores and the slices of the stage allow."""
-        most = self.limits.instances_max or self.cores or 4096
+        most = min(self.limits.instances_max or self.cores or 4096, self.slots or 4096)
         return max(1, min(most, len(self.owners[stage]) if stage in self.owners else most))
 
 
@@ -404,15 +408,18 @@ class _StageRing:
         whole = sum(self.load[p] for p in arc)
         spare = (cpu[shift.source] - cpu[shift.target]) / 2
         chosen: list[int] = []
-        for place in reversed(shift.slices):
+        rest = [place for place in reversed(arc) if place not in shift.slices]
+        for place in (*reversed(shift.slices), *rest):
+            if place in rest and any(p in chosen for p in shift.slices):
+                break  # no more than half, unless all of that half is too hot to be moved: then what is next to it
             part = cpu_part(self.pressure[shift.source].cpu, self.load[place], whole, len(arc))
-            if part > spare:
-                break
+            if part > spare or (place in rest and not part):
+                continue
             spare -= part
             chosen.append(place)
             cpu[shift.source] -= part
             cpu[shift.target] += part
-        return chosen[::-1]
+        return sorted(chosen)
 
     def _moves(self, places: Sequence[int], source: str, target: int) -> list[Move]:
         return [Move(self.stage, self.slice_at[place], int(source), target) for place in places]
@@ -431,7 +438,10 @@ class _StageRing:
                 return Decision("scale_out", f"{why}; {active} containers on {seen.cores} cores.", nodes=1)
             return nothing(f"{why}, but {active} containers of {allowed} allowed are in use")
         taken = {int(n) for n in self.ring.nodes}
-        new = next(c for c in range(active + 1) if c not in taken)
+        usable = seen.usable.get(stage)
+        new = next((c for c in (range(active + 1) if usable is None else usable) if c not in taken), None)
+        if new is None:
+            new = max(seen.instances[stage], *(c + 1 for c in taken))
         reason = f"{why}: container {new} takes {len(half)} of its {len(self.ring.arc(node))} slices."
         return Decision(
             "rescale",

@@ -7,6 +7,7 @@ Both are one object with one state: a move waits for a checkpoint, and a checkpo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ from penstock.control.epochs import Checkpoint, EpochRun, Settings
 from penstock.control.events import (
     CancelMovesRequested,
     Command,
+    CoresRequested,
+    HotSlices,
     LeaveRequested,
     MoveRequested,
     NodeInfo,
@@ -30,9 +33,10 @@ from penstock.control.events import (
     WarmedUp,
     WarmUp,
 )
+from penstock.control.load import LOAD_EPOCHS, SliceLoad, within_slots
 from penstock.control.migration import Migration, Move
 from penstock.control.placement import Peer
-from penstock.control.routing import RoutingTable
+from penstock.control.routing import INSTANCES_MAX, RoutingTable
 from penstock.control.topology import StageInfo, Topology
 from penstock.errors import ConfigError
 from penstock.ids import NO_EPOCH, Attempt, Epoch, StageId
@@ -40,6 +44,9 @@ from penstock.state.backup import Commit
 
 GATHER_S = 10.0
 """When all nodes were lost at once, so long may those that come back wait for each other."""
+SWITCH_SLICES = 4
+"""A container takes over so many slices of a stage in one epoch: while it brings them up it does nothing else, and that
+must not take longer the more there is to move."""
 
 
 class Shape:
@@ -80,6 +87,8 @@ class Shape:
         self.up: dict[StageId, set[int]] = {s.id: set() for s in topology.stages}
         """Containers known to have a process."""
         self.warming: set[tuple[StageId, int]] = set()
+        self.warmed: set[tuple[StageId, int]] = set()
+        """Those that have a process and wait for others on their node to get one."""
         self.held: dict[tuple[StageId, int], tuple[int, frozenset[int]]] = {}
         """What containers say of their copies: slices that are current at a checkpoint."""
         self.commits: dict[StageId, tuple[Commit, ...]] = {}
@@ -97,6 +106,19 @@ class Shape:
         self.checkpoint_wanted = False
         self.respread: set[str] = set()
         """Why slices should be spread anew, when there is somebody to take them."""
+        self.schedule = placement.schedule(settings.schedule)
+        self.cores: dict[str, int] = {}
+        """Nodes of which not all cores are to be used, or not as many as there happen to be containers: node -> how
+        many. So many containers of each stage work there, the others are vacant."""
+        self.reslot: dict[str, str] = {}
+        """Nodes whose slices should be dealt out anew among their own containers, and why."""
+        self.opening: set[StageId] = set()
+        """Of the resizes, those that make room for more containers of one node: slices of others stay."""
+        self.targets: dict[StageId, tuple[dict[int, int], str]] = {}
+        """Moves that wait until their stage has been resized, and why they are to be."""
+        self.load = SliceLoad()
+        self.hot: dict[StageId, tuple[int, ...]] = {}
+        """Slices whose hottest keys are wanted."""
 
     def _recover(self, now: float, reason: str) -> list[Command]:
         """Everything goes back to the last checkpoint. The other half's."""
@@ -107,17 +129,23 @@ class Shape:
     def _rescale_requested(self, event: RescaleRequested) -> list[Command]:
         try:
             self.routing.check(event.stage, event.instances)
-        except ConfigError:
-            return []  # whoever asked was told already
-        self.resizes[event.stage] = event.instances
+            self.check_slots(event.stage, event.instances)
+        except ConfigError as error:
+            return [Tell(error.message.removesuffix("."))]
+        wanted = self._numbers(event.stage, event.instances)
+        self.resizes[event.stage] = wanted
+        self.opening.discard(event.stage)
+        self.targets.pop(event.stage, None)
+        if event.targets and self.settings.live and self.topology[event.stage].stateful:
+            self.targets[event.stage] = (dict(event.targets), f"rescale to {event.instances}")
         self._house()
-        new = set(range(event.instances)) - self._awake(event.stage)
+        new = set(range(wanted)) - self._awake(event.stage)
         if new:
             return self._warm_up(event.stage, new)
         return self._resize(event.stage, event.now)
 
     def _warm_up(self, stage: StageId, containers: Collection[int]) -> list[Command]:
-        cold = tuple(c for c in sorted(containers) if (stage, c) not in self.warming)
+        cold = tuple(c for c in sorted(containers) if (stage, c) not in self.warming | self.warmed)
         if not cold:
             return []
         self.warming |= {(stage, c) for c in cold}
@@ -126,12 +154,22 @@ class Shape:
     def _warmed_up(self, event: WarmedUp) -> list[Command]:
         pairs = {(event.stage, c) for c in event.containers}
         self.warming -= pairs
-        if pairs & self.suspects:
-            self.suspects -= pairs
+        self.warmed |= pairs
+        # Processes that are being started take up a node's cores: work that is sent there would wait, and all with it.
+        starting = {self.routing.homes.get(c) for _, c in self.warming - self.suspects}
+        ready = {(s, c) for s, c in self.warmed if self.routing.homes.get(c) not in starting}
+        self.warmed -= ready
+        if ready & self.suspects:
+            self.suspects -= ready
             self.respread.add("a container answers again")
-        self.up[event.stage] |= set(event.containers)
-        self.migration.up(event.stage, event.containers)
-        return self._resize(event.stage, event.now) if event.stage in self.resizes else []
+        out: list[Command] = []
+        for stage in sorted({s for s, _ in ready}):
+            containers = {c for s, c in ready if s == stage}
+            self.up[stage] |= containers
+            self.migration.up(stage, containers)
+            if stage in self.resizes:
+                out += self._resize(stage, event.now)
+        return out
 
     def _resize(self, stage: StageId, now: float) -> list[Command]:
         """Everybody who will be needed is there: make room at the next epoch, then move slices."""
@@ -141,13 +179,25 @@ class Shape:
             del self.resizes[stage]
             return []
         if self.topology[stage].stateful and wanted <= self.routing.instances[stage]:
+            if stage in self.targets:
+                return self._ask_usable(stage, *self.targets.pop(stage), now)
             return self._spread(stage, now, f"rescale to {wanted}")
         return []  # the next epoch makes room
 
     def _move_requested(self, event: MoveRequested) -> list[Command]:
-        usable = {p.container for p in self.peers(event.stage)}
+        """What cannot be is told: since it was asked for, a node may have gone, or the slice."""
+        stage = event.stage
+        if not self.topology[stage].stateful:  # its slices follow its containers
+            return [Tell(f"slices of '{stage}' stay: it has no state to move")]
+        usable = {p.container for p in self.peers(stage)}
         targets = {s: c for s, c in event.targets.items() if c in usable and 0 <= s < self.routing.slices}
-        return self._ask(event.stage, targets, event.now, event.reason)
+        out = self._ask(stage, targets, event.now, event.reason)
+        if left := sorted(event.targets.keys() - targets.keys()):
+            out.append(Tell(f"slices {_listed(left)} of '{stage}' stay: no such slice, or no container to take it"))
+        moves = self.migration.moves
+        if late := [s for s, c in sorted(targets.items()) if (m := moves.get((stage, s))) and m.target != c]:
+            out.append(Tell(f"slices {_listed(late)} of '{stage}' change hands just now: ask again when they have"))
+        return out
 
     def _rebalance_requested(self, event: RebalanceRequested) -> list[Command]:
         self.respread.add(event.reason)
@@ -164,13 +214,150 @@ class Shape:
         self.leaving |= set(event.nodes) & set(self.nodes)
         self.respread.add(f"{_named(event.nodes)} to leave")
         self._rehold()
+        out: list[Command] = []
+        for source in [s for s in self.topology.stages if s.is_source]:
+            out += self._warm_up(source.id, set(self._could_read(source.id, self.routing)) - self.up[source.id])
+        return out
+
+    def _cores_requested(self, event: CoresRequested) -> list[Command]:
+        """So many containers of every stage work on this node. More: they are started first. Fewer: the others are
+        emptied. Either way the node's own slices are dealt out anew, and those of other nodes stay.
+        """
+        node, cores = event.node, event.cores
+        try:
+            self.check_cores(node, cores)
+        except ConfigError as error:
+            return [Tell(f"the cores of {_named([node])} stay as they are: {error.message.removesuffix('.')}")]
+        self.cores[node] = cores
+        if self.settings.live:
+            self.reslot[node] = f"{cores} cores of {_named([node])}"
+        homes, instances = self.routing.homes, self.routing.instances
+        here = sorted(c for c, home in homes.items() if home == node)
+        first = max([*instances.values(), *self.resizes.values(), *(c + 1 for c in homes)])
+        fresh = range(first, first + max(0, cores - len(here)))
+        if fresh:
+            self._amend(homes={**homes, **dict.fromkeys(fresh, node)})
+        slots = [*here, *fresh][:cores]
+        out: list[Command] = []
+        for info in self.topology.stages:
+            out += self._open_slots(info, slots, event.now)
+        return out
+
+    def _open_slots(self, info: StageInfo, slots: Sequence[int], now: float) -> list[Command]:
+        """One stage, its containers that are to work on a node: room for all of them, and a process for each."""
+        stage, have = info.id, self.routing.instances[info.id]
+        planned = self.resizes.get(stage, have)
+        if slots[0] >= planned:
+            return []  # it does nothing on this node
+        most = self.routing.slices if stage in self.routing.owners else INSTANCES_MAX
+        wanted = max(planned, min(most, slots[-1] + 1))
+        out: list[Command] = []
+        if slots[-1] >= wanted:
+            out.append(Tell(f"'{stage}' has {most} slices: it cannot use all the cores"))
+        if wanted > planned:
+            if stage not in self.resizes:
+                self.opening.add(stage)
+            self.resizes[stage] = wanted
+        awake = self._awake(stage) if info.stateful else self.up[stage]
+        cold = {c for c in slots if c < wanted} - awake
+        out += self._warm_up(stage, cold)
+        if not self.settings.live and (wanted == planned or not cold):
+            self.resizes[stage] = wanted
+            out += self._resize(stage, now)
+        return out
+
+    def _hot_slices(self, event: HotSlices) -> list[Command]:
+        self.hot = {s: tuple(slices) for s, slices in event.slices.items() if slices}
         return []
 
     def _cancel_requested(self, event: CancelMovesRequested) -> list[Command]:
         count = self.migration.cancel(event.stage, event.slices, event.now)
         for stage in [s for s in self.resizes if event.stage in (None, s)]:
             del self.resizes[stage]
+        self.targets = {s: t for s, t in self.targets.items() if event.stage not in (None, s)}
+        if event.stage is None:
+            self.reslot.clear()
         return [Tell(f"{count} moves cancelled")]
+
+    # -- the cores of a node -------------------------------------------------------------------------------------
+
+    def check_cores(self, node: str, cores: int) -> None:
+        """Refuse what cannot be."""
+        staying = [n for n in self.nodes if n not in self.leaving]
+        if node not in staying:
+            there = node in self.nodes
+            raise ConfigError(
+                f"{_named([node])} is about to leave." if there else f"there is no node {node}.",
+                remedy=f"The nodes are {', '.join(staying)}." if staying else "There is none at the moment.",
+            )
+        has = self.nodes[node].cores
+        if not 1 <= cores <= has:
+            raise ConfigError(
+                f"{cores} cores of {_named([node])} cannot be used: it has {has}.",
+                remedy=f"Use 1 to {has}; a whole node is let go with scale_in.",
+            )
+
+    def slots(self) -> int | None:
+        """How many containers of a stage may work, all nodes together; None: there is a node without a limit."""
+        staying = [n for n in self.nodes if n not in self.leaving]
+        return sum(self.cores[n] for n in staying) if staying and self.cores.keys() >= set(staying) else None
+
+    def check_slots(self, stage: StageId, instances: int) -> None:
+        most = self.slots()
+        if most is not None and instances > most:
+            raise ConfigError(
+                f"stage '{stage}' cannot have {instances} instances: the job is to use {most} cores.",
+                remedy="Let it use more cores of its nodes first (set_cores, or penstock scale --cores).",
+            )
+
+    def _numbers(self, stage: StageId, instances: int) -> int:
+        """How many numbers it takes for so many containers that may work: those beyond a node's cores stay vacant."""
+        homes = self.routing.homes
+        most = self.routing.slices if stage in self.routing.owners else INSTANCES_MAX
+        count = instances
+        while count < most and len(within_slots(range(count), homes, self.cores)) < instances:
+            count += 1
+        return count
+
+    def _deal(self, now: float) -> list[Command]:
+        """Slices that wait for room in their stage, and nodes whose slices are dealt out anew."""
+        out: list[Command] = []
+        for stage in [s for s in self.targets if s not in self.resizes]:
+            out += self._ask_usable(stage, *self.targets.pop(stage), now)
+        self.opening &= self.resizes.keys()
+        for node in sorted(self.reslot) if not self.opening else ():
+            if not self._landing(node):
+                cause = self.reslot.pop(node)
+                for info in self.topology.stateful:
+                    out += self._spread_within(info.id, node, now, cause)
+        return out
+
+    def _landing(self, node: str) -> bool:
+        """Is a slice about to arrive at one of the node's containers that may not work? Then it must go on from there,
+        and that can be asked for when it is there.
+        """
+        return any(
+            self.routing.homes.get(m.target) == node and all(p.container != m.target for p in self.peers(m.stage))
+            for m in self.migration.in_phase("switch", "release")
+        )
+
+    def _vacate(self) -> None:
+        """Everything stands still: whoever may not work gives all its slices away."""
+        self.opening.clear()
+        owners = dict(self.routing.owners)
+        for stage in owners if self.cores else ():
+            peers = self.peers(stage)
+            if peers and not set(owners[stage]) <= {p.container for p in peers}:
+                owners[stage] = placement.spread(owners[stage], peers)  # type: ignore[assignment]
+        if owners != dict(self.routing.owners):
+            self._set_routing(self.routing.change(owners=owners))
+
+    def _note_load(self, stage: StageId, reports: Sequence[TaskReport], now: float) -> None:
+        self.load.note(stage, reports, now)
+
+    def _asked(self, run: EpochRun, stage: StageId) -> tuple[int, ...]:
+        """Slices whose owners should say which keys are the hottest: now and then."""
+        return self.hot.get(stage, ()) if run.epoch > self.published and run.epoch % LOAD_EPOCHS == 0 else ()
 
     # -- nodes and slices ----------------------------------------------------------------------------------------
 
@@ -190,7 +377,7 @@ class Shape:
         count = max([*self.routing.instances.values(), *self.resizes.values()])
         staying = {n.name: n.cores for n in self.nodes.values() if n.name not in self.leaving}
         current = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
-        homes = placement.homes(count, staying, current) if staying else current
+        homes = placement.homes(count, staying, current, self.cores) if staying else current
         homes = {c: n for c, n in homes.items() if c in current or wanted is None or c in wanted}
         if homes != dict(self.routing.homes) or not self.routings:
             self._amend(homes=homes)
@@ -207,11 +394,15 @@ class Shape:
         homes = self.routing.homes
         have = self.routing.instances[stage]  # those that are still to come get their share when there is room
         limit = instances if instances is not None else min(have, self.resizes.get(stage, have))
-        return [
-            Peer(c, homes[c], self.nodes[homes[c]].zone)
+        able = [
+            c
             for c in range(limit)
             if homes.get(c) in self.nodes and homes[c] not in self.leaving and (stage, c) not in self.suspects
         ]
+        slots = set(within_slots(able, homes, self.cores))
+        if instances is not None:  # one that must be emptied still counts while it has something
+            slots |= set(self.routing.owners.get(stage, ()))
+        return [Peer(c, homes[c], self.nodes[homes[c]].zone) for c in able if c in slots]
 
     def _rehold(self) -> None:
         """Who keeps copies of what, given who owns it now."""
@@ -231,8 +422,11 @@ class Shape:
     def _nodes_changed(self, event: NodesChanged) -> list[Command]:
         before, self.nodes = set(self.nodes), {n.name: n for n in event.nodes}
         lost, new = before - set(self.nodes), set(self.nodes) - before
+        parted = lost <= self.released
         self.leaving &= set(self.nodes)
         self.bad_holders &= set(self.nodes)
+        self.cores = {n: cores for n, cores in self.cores.items() if n in self.nodes}
+        self.reslot = {n: cause for n, cause in self.reslot.items() if n in self.nodes}
         out: list[Command] = []
         if self.nodes and self.leaving >= set(self.nodes):
             self.leaving.clear()
@@ -242,7 +436,7 @@ class Shape:
         if lost:
             gone = {c for c, node in self.routing.homes.items() if node in lost}
             reason = f"lost {_named(lost)}" + (f" ({event.reason})" if event.reason else "")
-            out += self._lose({s.id: gone for s in self.topology.stages}, event.now, reason)
+            out += self._lose({s.id: gone for s in self.topology.stages}, event.now, reason, parted)
         if not self.nodes:
             self.lost_all_at = event.now
         if new and not self._gathering(event.now):
@@ -292,8 +486,10 @@ class Shape:
             self.suspects |= {(event.stage, c) for c in hung}
         return self._lose({event.stage: hung}, event.now, reason)
 
-    def _lose(self, lost: Mapping[StageId, set[int]], now: float, reason: str) -> list[Command]:
-        """Containers are gone: their slices go to who has copies of them, and everybody goes back to the checkpoint."""
+    def _lose(self, lost: Mapping[StageId, set[int]], now: float, reason: str, parted: bool = False) -> list[Command]:
+        """Containers are gone: their slices go to who has copies of them, and everybody goes back to the checkpoint.
+        Unless they went because we let them go (``parted``): nothing that is under way needs them.
+        """
         self._complete_switch()
         homes = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
         routing = self.routing.change(homes=homes)
@@ -320,9 +516,9 @@ class Shape:
             self._set_routing(self.routing.change(owners=owners))
         self._house(self._working())
         self._rehold()
-        if not worked and not self.outstanding:
+        if not worked and (parted or not self.outstanding):
             self._adopt()
-            return [Tell(f"{reason}; it owned nothing")]
+            return [Tell(f"{reason.removeprefix('lost ')} has left" if parted else f"{reason}; it owned nothing")]
         return [*self._recover(now, reason), *(Tell(text) for text in told)]
 
     def _adopt(self) -> None:
@@ -364,8 +560,28 @@ class Shape:
         moving = {m.slice: m.target for m in self.migration.of(stage)}
         # What is on its way goes on if it can: else it would be copied for nothing.
         planned = [c if (c := moving.get(s, owner)) in usable else owner for s, owner in enumerate(owners)]
-        wanted = placement.spread(planned, peers)
+        wanted = self.schedule.assign(planned, peers, self.load.weights(stage, len(owners)))
         return self._ask(stage, {s: c for s, c in enumerate(wanted) if c != owners[s] or s in moving}, now, cause)
+
+    def _spread_within(self, stage: StageId, node: str, now: float, cause: str) -> list[Command]:
+        """The slices of one node, dealt out anew to its slots. Those of other nodes stay where they are."""
+        slots = [p for p in self.peers(stage) if p.node == node]
+        owners = self.routing.owners[stage]
+        moving = {m.slice: m.target for m in self.migration.of(stage)}
+        goal = [moving.get(s, owner) for s, owner in enumerate(owners)]
+        mine = [s for s, c in enumerate(goal) if self.routing.homes.get(c) == node]
+        if not slots or not mine:
+            return []
+        load = self.load.weights(stage, len(owners))
+        wanted = self.schedule.assign([goal[s] for s in mine], slots, load and [load[s] for s in mine])
+        targets = {s: c for s, c in zip(mine, wanted, strict=True) if c != owners[s] or s in moving}
+        return self._ask(stage, targets, now, cause)
+
+    def _ask_usable(self, stage: StageId, targets: Mapping[int, int], cause: str, now: float) -> list[Command]:
+        """As far as it can be."""
+        usable = {p.container for p in self.peers(stage)}
+        able = {s: c for s, c in targets.items() if c in usable and 0 <= s < self.routing.slices}
+        return self._ask(stage, able, now, cause)
 
     def _ask(self, stage: StageId, targets: Mapping[int, int], now: float, cause: str) -> list[Command]:
         if not self.migration.ask(stage, self.routing.owners[stage], targets, now, cause):
@@ -403,12 +619,19 @@ class Shape:
     def _ready(self) -> list[Move]:
         if self.committed < self.switched or self.final:
             return []
-        return [
+        ready = [
             m
             for m in self.migration.in_phase("rebuild")
             for checkpoint, slices in [self.held.get((m.stage, m.target), (-1, frozenset()))]
             if m.slice in slices and self._near(m.stage, checkpoint)
         ]
+        taken: Counter[tuple[StageId, int]] = Counter()
+        now: list[Move] = []
+        for move in ready:
+            taken[move.stage, move.target] += 1
+            if taken[move.stage, move.target] <= SWITCH_SLICES:
+                now.append(move)
+        return now
 
     def _complete_switch(self) -> bool:
         if not self.handed:
@@ -424,7 +647,7 @@ class Shape:
 
     def _resized(self, stage: StageId, wanted: int, now: float) -> None:
         have = self.routing.instances[stage]
-        if any(s == stage for s, _ in self.warming):
+        if any(s == stage for s, _ in self.warming | self.warmed):
             return
         if not self.topology[stage].stateful:
             self._set_routing(self.routing.rescale(stage, wanted))
@@ -432,7 +655,10 @@ class Shape:
         elif wanted > have:
             self._set_routing(self.routing.resized(stage, wanted))
             del self.resizes[stage]
-            self.respread.add(f"rescale of '{stage}' to {wanted}")
+            if stage in self.opening:
+                self.opening.discard(stage)  # the node's slices are dealt out anew, the others stay
+            elif stage not in self.targets:
+                self.respread.add(f"rescale of '{stage}' to {wanted}")
         elif max(self.routing.owners[stage]) < wanted and not self.migration.of(stage):
             self._set_routing(self.routing.resized(stage, wanted))
             self.up[stage] = {c for c in self.up[stage] if c < wanted}
@@ -467,12 +693,12 @@ class Shape:
             self.respread.clear()
             for stage in self.topology.stateful:
                 out += self._spread(stage.id, now, cause)
-        for stage_id in {s for s, _ in self.suspects} if not self.recovering else ():
+        if (self.reslot or self.targets) and self.phase == "running" and not self.recovering and self.settings.live:
+            out += self._deal(now)
+        for stage_id in sorted({s for s, _ in self.suspects}) if not self.recovering else ():
             out += self._warm_up(stage_id, {c for s, c in self.suspects if s == stage_id})
         for node in sorted(self.leaving - self.drained.keys()):
-            here = {c for c, n in self.routing.homes.items() if n == node}
-            busy = any(here & set(self.routing.occupied(s)) for s in self.routing.owners)
-            if not busy and not self.migration and not self.handed:
+            if not self._in_use(node) and not self.migration and not self.handed:
                 self.drained[node] = self.next_epoch
         going = tuple(n for n, e in self.drained.items() if n not in self.released and self.published >= e)
         if going:
@@ -480,14 +706,30 @@ class Shape:
             out.append(ReleaseNodes(going))
         return out
 
+    def _in_use(self, node: str) -> bool:
+        """Does somebody on this node own slices, or read a source?"""
+        reading = {c for s in self.topology.stages if s.is_source for c in self._reading(s.id, self.routing)}
+        return any(self.routing.homes.get(c) == node for c in self._working() | reading)
+
     def _readers(self, run: EpochRun, stage: StageInfo) -> tuple[int, ...]:
-        """Containers that read the splits of a source: those that have a process, or somebody would wait for one."""
-        homes = run.routing.homes
-        housed = [c for c in range(run.routing.instances[stage.id]) if homes.get(c) in self.nodes]
+        """Containers that read the splits of a source in this epoch."""
+        return self._reading(stage.id, run.routing)
+
+    def _reading(self, source: StageId, routing: RoutingTable) -> tuple[int, ...]:
+        """Those that stay and have a process, or somebody would wait for one; else those that read until now."""
+        could = self._could_read(source, routing)
+        ready = tuple(c for c in could if c in self.up[source])
+        leaving = (c for c in range(routing.instances[source]) if routing.homes.get(c) in self.leaving)
+        return ready or tuple(c for c in leaving if c in self.up[source]) or could
+
+    def _could_read(self, source: StageId, routing: RoutingTable) -> tuple[int, ...]:
+        homes = routing.homes
+        count = routing.instances[source]
+        staying = self.nodes.keys() - self.leaving
+        housed = [c for c in range(count) if homes.get(c) in staying]
         if not housed:  # all that used to read it are gone: others do, wherever there is a node
-            housed = sorted(c for c, node in homes.items() if node in self.nodes) or sorted(homes) or [0]
-            housed = housed[: run.routing.instances[stage.id]]
-        return tuple(c for c in housed if c in self.up[stage.id]) or tuple(housed)
+            housed = sorted(c for c, node in homes.items() if node in staying) or sorted(homes) or [0]
+        return tuple(within_slots(housed, homes, self.cores)[:count])
 
     def _copies(self, run: EpochRun, stage: StageInfo) -> tuple[tuple[int, ...], ...]:
         if not stage.stateful:
@@ -506,6 +748,10 @@ class Shape:
     def homeless(self) -> bool:
         """Is there a container with work and no node to do it on?"""
         return any(c not in self.routing.homes for c in self._working())
+
+
+def _listed(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _named(nodes: Collection[str]) -> str:

@@ -596,7 +596,8 @@ class Requests:
         for name, count in _mapping(arguments, "cores").items():
             number = _whole(count, f"the cores of '{name}'", 1)
             node = _node(status, name)
-            said.append(f"node {name}: {node['cores'] if node and 'cores' in node else '?'} -> {number} cores.")
+            used = (node.get("limit") or node.get("cores", "?")) if node else "?"
+            said.append(f"node {name}: {used} -> {number} cores.")
             if not dry:
                 self._call("set_cores", "change the cores of a node", name, number)
         if not said:

@@ -16,6 +16,7 @@ from penstock.connectors.store import DirectoryLock, FsspecStore
 from penstock.control.controller import Controller
 from penstock.control.events import (
     CancelMovesRequested,
+    CoresRequested,
     LeaveRequested,
     MoveRequested,
     NodesInvited,
@@ -94,6 +95,7 @@ class Job:
         controller = self._runtime.controller
         if controller is not None:
             controller.routing.check(stage, instances)  # refuse here what cannot be
+            controller.check_slots(stage, instances)
         self._runtime.post(RescaleRequested(self._runtime.clock(), stage, instances))
 
     def scale_out(self, nodes: int = 1) -> None:
@@ -141,12 +143,28 @@ class Job:
             )
         self._runtime.post(LeaveRequested(self._runtime.clock(), tuple(chosen)))
 
+    def set_cores(self, node: str, cores: int) -> None:
+        """Use so many cores of a node, while the job runs: as many containers of every stage work there, and its slices
+        are dealt out among them by the setting ``schedule``. Slices of other nodes stay where they are.
+
+        It holds until it is set anew or the node leaves. During a recovery it waits for the end of that.
+        """
+        if isinstance(cores, bool) or not isinstance(cores, int):
+            raise ConfigError(f"{cores!r} is no number of cores.", remedy="Use a whole number.")
+        self._ready().check_cores(node, cores)
+        self._runtime.post(CoresRequested(self._runtime.clock(), node, cores))
+
     def migrate(self, uid: str, slices: list[int], container: int) -> None:
         """Move some slices of a stage to another of its containers, while it runs."""
         stage = self._stage(uid, "move slices of")
         controller = self._ready()
         if stage not in controller.routing.owners:
             raise ConfigError(f"'{uid}' is a source: it has no slices.", remedy="Move those of a keyed stage.")
+        if not controller.topology[stage].stateful:
+            raise ConfigError(
+                f"stage '{stage}' keeps no state: there is nothing to move.",
+                remedy="Rescale it, or move slices of a stage that has state.",
+            )
         usable = [p.container for p in controller.peers(stage)]
         if container not in usable:
             raise ConfigError(

@@ -62,6 +62,7 @@ def task_specs(
         command.handover,
         command.full,
         command.quiet,
+        command.hot,
     )
     if stage.source is not None:
         return [replace_spec(base, index=i, split=s) for i, s in enumerate(splits or [None])]  # type: ignore[list-item]

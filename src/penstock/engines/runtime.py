@@ -50,6 +50,7 @@ from penstock.control.events import (
     Fatal,
     Finish,
     Flush,
+    HotSlices,
     LogEpoch,
     ManifestWritten,
     MoveRequested,
@@ -223,9 +224,20 @@ class Runtime:
                 beat = event.now
                 self.heartbeat()
             self.handle(event)
-            if self.policy is not None and event.now - considered > POLICY_S:
+            if event.now - considered > POLICY_S:
                 considered = event.now
-                self._consider(self.policy, event.now)
+                self._look_for_hot(event.now)
+                if self.policy is not None:
+                    self._consider(self.policy, event.now)
+
+    def _look_for_hot(self, now: float) -> None:
+        """Slices that are too hot for one container: their owners are asked for the keys, as long as they are."""
+        assert self.controller is not None and self.metrics is not None
+        if self.controller.phase != "running" or not (self.controller.load.rates or self.controller.hot):
+            return
+        hot = self.metrics.find_hot(self.controller, now)
+        if hot != self.controller.hot:
+            self.post(HotSlices(now, hot))
 
     def _consider(self, policy: Policy, now: float) -> None:
         """Ask the policy, and do what it says as though somebody had asked for it."""
@@ -233,18 +245,46 @@ class Runtime:
         if self.controller.phase != "running":
             return
         status = self.status()
-        owners = {str(stage): slices for stage, slices in self.controller.routing.owners.items()}
-        busy = self.metrics.busy_containers(status)
-        decision = policy.decide(Observation.of(status, now, owners=owners, busy_containers=busy))
+        controller = self.controller
+        owners = {str(stage): slices for stage, slices in controller.routing.owners.items()}
+        load: dict[tuple[str, int], float] = {}
+        for stage_id in controller.routing.owners:
+            for number, rate in enumerate(controller.load.of(stage_id, controller.routing.slices) or ()):
+                load[stage_id, number] = rate
+        decision = policy.decide(
+            Observation.of(
+                status,
+                now,
+                owners=owners,
+                busy_containers=self.metrics.busy_containers(status),
+                load=load,
+                slots=controller.slots(),
+                usable={s: [p.container for p in controller.peers(StageId(s))] for s in owners},
+            )
+        )
         self.policy_said = f"{policy.name}: {decision}"
         if decision.kind == "nothing":
             return
         self.notices = [*self.notices[-NOTICES_MAX:], f"policy {self.policy_said}"]
+        # Slices of a stage without state follow its containers: there is nothing to move.
+        if decision.moves and decision.stage is not None and controller.topology[StageId(decision.stage)].stateful:
+            self._move(StageId(decision.stage), {m.slice: m.target for m in decision.moves}, decision.reason, now)
+            return
         for stage, instances in decision.instances.items():
             self.post(RescaleRequested(now, StageId(stage), instances))
-        if decision.kind == "move" and decision.stage is not None:
-            targets = {move.slice: move.target for move in decision.moves}
-            self.post(MoveRequested(now, StageId(decision.stage), targets, decision.reason))
+
+    def _move(self, stage: StageId, targets: dict[int, int], reason: str, now: float) -> None:
+        """Exactly these slices, neighbour to neighbour. A container beyond the last one is made for it; one that is
+        emptied goes, or if it is not the last it stays there, vacant, until it is needed again.
+        """
+        assert self.controller is not None
+        routing = self.controller.routing
+        room = max(targets.get(s, c) for s, c in enumerate(routing.owners[stage])) + 1
+        have = routing.instances[stage]
+        if room > have or (room < have and not self.controller.cores):
+            self.post(RescaleRequested(now, stage, room, targets))
+        else:
+            self.post(MoveRequested(now, stage, targets, reason))
 
     def handle(self, event: Event) -> None:
         """One event: what it means, and what is to be done about it."""
@@ -327,6 +367,7 @@ class Runtime:
                 c.move_timeout_s,
                 c.instances is None,
                 c.checkpoints == "full",
+                c.schedule,
             ),
             Manifest(job_id, self.plan.graph.name, self.plan.fingerprint(), 0),
         )

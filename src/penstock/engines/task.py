@@ -29,7 +29,9 @@ import polars as pl
 from penstock.connectors.base import BadRecord
 from penstock.connectors.rows import bad_records_frame
 from penstock.control.events import TaskError, TaskReport
+from penstock.control.load import LOAD_EPOCHS
 from penstock.control.topology import at_port
+from penstock.engines.hot import hottest_keys, rows_by_slice
 from penstock.engines.keeper import Keeper
 from penstock.errors import BadRecordError, PenstockError
 from penstock.flow import Node
@@ -102,6 +104,8 @@ class TaskSpec(msgspec.Struct):
     """A checkpoint writes all of the state, before the task goes on: the way of others, for comparison."""
     quiet: bool = False
     """The sinks have this epoch already."""
+    hot: tuple[int, ...] = ()
+    """Slices whose hottest keys are wanted."""
 
 
 class BlobHeader(msgspec.Struct, array_like=True):
@@ -181,6 +185,8 @@ class Container:
     """Pieces of deltas that were written: holder -> piece."""
     told: tuple[int, frozenset[int]] | None = None
     """What the driver knows of its copies."""
+    load: np.ndarray | None = None
+    """Rows that came for each slice since that was last reported."""
 
 
 class Worker:
@@ -324,6 +330,7 @@ class Worker:
                 self.keeper.rest()
             found.pending.clear()
             found.unsent.clear()
+            found.load = None
             if found.table.undo_to(spec.checkpoint):
                 found.epoch, found.attempt = spec.checkpoint, spec.attempt
             else:
@@ -518,6 +525,8 @@ class Worker:
         # Blobs arrive in any order; sorting by where they come from makes the input deterministic.
         arrivals.sort(key=lambda a: (a.port, order[StageId(a.origin)], a.index))
         report.rows_in = sum(a.frame.height for a in arrivals)
+        if container is not None and not spec.quiet:
+            self._measure(spec, container, arrivals, stage.keyed.key, report)
         began = time.perf_counter()
         tick = Tick(spec.epoch, spec.watermark_before, spec.watermark, spec.clock_ms, spec.ports)
         applied: Applied = stage.keyed.apply(container.table if container else None, arrivals, tick)
@@ -529,6 +538,20 @@ class Worker:
         if ORDER not in frame.columns:
             frame = frame.with_columns(pl.lit(0, pl.UInt64).alias(ORDER))
         return in_due_order(frame, stage.keyed.due) if stage.keyed.due is not None else frame
+
+    @staticmethod
+    def _measure(
+        spec: TaskSpec, container: Container, arrivals: Sequence[Arrival], key: Sequence[str], report: TaskReport
+    ) -> None:
+        """What each slice has to do, and which keys of some are the hottest."""
+        frames = [a.frame for a in arrivals]
+        rows = rows_by_slice(frames, spec.slices, spec.epoch)
+        container.load = rows if container.load is None else container.load + rows
+        if spec.epoch % LOAD_EPOCHS == 0:
+            report.load = {int(s): round(float(container.load[s])) for s in np.flatnonzero(container.load)}
+            container.load = None
+        for number in container.slices.intersection(spec.hot):
+            report.keys[number] = hottest_keys(frames, key, spec.slices, number, spec.epoch)
 
     # -- after the root ------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ def nodes(controller: Controller) -> tuple[dict[str, Any], ...]:
                 "host": node.host,
                 "zone": node.zone,
                 "cores": node.cores,
+                "limit": controller.cores.get(node.name),
                 "containers": containers,
                 "slices": sum(c in containers for owners in routing.owners.values() for c in owners),
                 "state": state,

@@ -12,7 +12,9 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +28,9 @@ from penstock.observe.status import JobStatus, OperatorStatus, straggler_text
 
 FRAME_S = 0.25
 LINE_S = 1.0
+NODES_SHOWN = 8
+CHANGE_CHARS = 100
+"""Limits of a plain line: nodes, and characters of what happens to them."""
 SPARK_SECONDS = 60.0
 """How far back the sparkline looks."""
 
@@ -171,11 +176,25 @@ def render(status: JobStatus, width: int = 80, height: int = 24) -> RenderableTy
         error_rows = 2
         # Words wrap early, so a little less than two full lines is sure to fit into two.
         parts.append(Text(_cut(" ".join(status.error.split()), width * error_rows - 20), style="red"))
-    # Header, rule, rate, two blank lines, the table's heading, the line that the cursor keeps: the rest is for stages.
-    used = 2 + _BIG_ROWS + 1 + len(facts) + error_rows + 3
+    # Header, rule, rate, two blank lines, the table's heading, the line that the cursor keeps: the rest is for the
+    # stages and the nodes.
+    free = max(1, height - (2 + _BIG_ROWS + 1 + len(facts) + error_rows + 3))
+    nodes = _node_rows(status, free)
     if status.operators:
-        parts += [Text(""), _stages(status.operators, width, max(1, height - used))]
+        parts += [Text(""), _stages(status.operators, width, max(1, free - (nodes + 1 if nodes else 0)))]
+    if nodes:
+        parts.append(_nodes(status, width, nodes))
     return Group(*parts)
+
+
+def _node_rows(status: JobStatus, free: int) -> int:
+    """Lines for nodes, besides their heading: what the stages leave, or else up to half; none for the one node there
+    is.
+    """
+    if len(status.nodes) < 2:
+        return 0
+    rows = max(free - len(status.operators) - 1, free // 2 - 1)
+    return min(len(status.nodes), rows) if rows >= 2 else 0
 
 
 def _header(status: JobStatus, width: int) -> Text:
@@ -253,6 +272,7 @@ def _facts(status: JobStatus, width: int) -> list[Text]:
     if status.watermark:
         lines[1].append(("watermark", status.watermark))
     texts = [_fact_line(line, "", width) for line in lines]
+    texts += [_fact_line([fact], "", width) for fact in _changes(status)]
     seen = [(name, short(count)) for name, count in _troubles(status)]
     if seen:
         texts.append(_fact_line(seen, "yellow", width))
@@ -261,6 +281,27 @@ def _facts(status: JobStatus, width: int) -> list[Text]:
         slow = _cut(straggler_text(status.stragglers[0]), max(0, width - 4 - len(more))) + more
         texts.append(Text(f"  {slow}", style="yellow"))
     return texts
+
+
+def _changes(status: JobStatus) -> list[tuple[str, str]]:
+    """What is being done to the job's shape, and what its policy last thought of that."""
+    changes = []
+    if status.moves:
+        changes.append(("moves", moves_text(status.moves)))
+    if status.policy:
+        changes.append(("policy", status.policy))
+    return changes
+
+
+def moves_text(moves: Sequence[Mapping[str, Any]]) -> str:
+    """All moves under way in one line: how many in which phase, between whom, and why."""
+    phases = Counter(str(move.get("phase", "?")) for move in moves)
+    ways = Counter(f"{move.get('stage')} {move.get('source')} -> {move.get('target')}" for move in moves)
+    causes = list(dict.fromkeys(str(move["cause"]) for move in moves if move.get("cause")))
+    counted = ", ".join(f"{count} {phase}" for phase, count in phases.items())
+    between = ", ".join(f"{way} ({count})" for way, count in ways.most_common(2))
+    more = f" and {len(ways) - 2} more" if len(ways) > 2 else ""
+    return f"{counted}: {between}{more}" + (f"; {causes[0]}" if causes else "")
 
 
 def _troubles(status: JobStatus) -> list[tuple[str, int]]:
@@ -312,6 +353,58 @@ def _stages(operators: Sequence[OperatorStatus], width: int, rows_max: int) -> T
     if not fits:
         table.add_row(Text(f"... and {len(operators) - len(shown)} more", style="bright_black"))
     return table
+
+
+def _nodes(status: JobStatus, width: int, rows_max: int) -> RenderableType:
+    """One line for each node: its containers, its slices and those on their way to it (+) and from it (-)."""
+    fits = len(status.nodes) <= rows_max
+    # Where not all have a line, those have one that something happens to.
+    shown = status.nodes if fits else sorted(status.nodes, key=lambda n: _calm(n, status.moves))[: rows_max - 1]
+    most = max(1, *(int(node.get("slices", 0)) for node in status.nodes))
+    table = Table(box=None, padding=(0, 1), pad_edge=True, header_style="bright_black", width=width - 2)
+    table.add_column("node", no_wrap=True, ratio=1, overflow="ellipsis")
+    table.add_column("containers", no_wrap=True, ratio=1, overflow="ellipsis")
+    table.add_column("slices", justify="right", no_wrap=True, width=6)
+    table.add_column("", no_wrap=True, width=20)
+    table.add_column("moving", justify="right", no_wrap=True, width=8)
+    table.add_column("", no_wrap=True, width=7)
+    for node in shown:
+        state = str(node.get("state", "up"))
+        colour = {"up": "cyan", "leaving": "yellow", "suspect": "red"}.get(state, "white")
+        containers = node.get("containers", ())
+        host = f" {node['host']}" if node.get("host") and width >= 110 else ""
+        table.add_row(
+            Text.assemble((str(node.get("name")), "bold"), (host, "bright_black")),
+            ranges_text(containers),
+            str(node.get("slices", 0)),
+            Text(bar(int(node.get("slices", 0)) / most, 20), style=f"{colour} on grey19"),
+            _moving(status.moves, set(containers)),
+            Text(state, style="bright_black" if state == "up" else colour),
+        )
+    if fits:
+        return table
+    return Group(table, Text(f" ... and {len(status.nodes) - len(shown)} nodes more", style="bright_black"))
+
+
+def _calm(node: Mapping[str, Any], moves: Sequence[Mapping[str, Any]]) -> bool:
+    return node.get("state", "up") == "up" and not _moving(moves, set(node.get("containers", ())))
+
+
+def _moving(moves: Sequence[Mapping[str, Any]], containers: set[int]) -> Text:
+    coming = sum(move.get("target") in containers and move.get("source") not in containers for move in moves)
+    going = sum(move.get("source") in containers and move.get("target") not in containers for move in moves)
+    return Text(" ".join([f"+{coming}"] * bool(coming) + [f"-{going}"] * bool(going)), style="yellow")
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "-"
 
 
 def _busy(share: float, width: int) -> Text:
@@ -369,9 +462,19 @@ def plain_line(status: JobStatus) -> str:
     if status.state_rows:
         parts.append(f"state {short(status.state_rows)} rows {size_text(status.state_bytes)}")
     parts += [f"{name} {count}" for name, count in _troubles(status)]
+    if len(status.nodes) > 1:
+        parts.append("slices " + " ".join(_node_text(node) for node in status.nodes[:NODES_SHOWN]))
+        if len(status.nodes) > NODES_SHOWN:
+            parts[-1] += f" and {len(status.nodes) - NODES_SHOWN} nodes more"
+    parts += [f"{name} {textwrap.shorten(text, CHANGE_CHARS, placeholder=' ...')}" for name, text in _changes(status)]
     if status.operators:
         parts.append("instances " + " ".join(f"{stage.id}={stage.instances}" for stage in status.operators))
     return f"{duration_text(status.uptime_s):>7}  {status.flow}  {status.phase:<10}  " + " | ".join(parts)
+
+
+def _node_text(node: Mapping[str, Any]) -> str:
+    state = node.get("state", "up")
+    return f"{node.get('name')}={node.get('slices', 0)}" + (f"({state})" if state != "up" else "")
 
 
 def plain_lines(job: JobLike, until_done: UntilDone | None = None, every_s: float = LINE_S) -> Iterator[str]:

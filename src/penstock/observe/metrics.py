@@ -13,8 +13,10 @@ from statistics import median, median_low
 from typing import Any
 
 from penstock.control.events import TaskReport
+from penstock.control.load import shares
+from penstock.control.placement import hot_slices
 from penstock.ids import StageId
-from penstock.observe.status import JobStatus, OperatorStatus, straggler_text
+from penstock.observe.status import JobStatus, OperatorStatus, hot_text, straggler_text
 
 WINDOW_S = 10.0
 HISTORY_MAX = 4096
@@ -23,6 +25,11 @@ STRAGGLER_EPOCHS = 20
 STRAGGLER_TIMES = 2.0
 STRAGGLER_MS = 20.0
 """Below this nobody waits long enough for a container to care."""
+HOT_SHARE = 0.6
+"""A slice that takes more of one container's time than this, all by itself, is too hot. Less than all of the time: what
+Spark needs between two tasks of a container is no work of the slice's, but bounds it as well."""
+HOT_NO_MORE = 0.8
+"""It no longer is below this share of that."""
 
 
 @dataclass
@@ -58,6 +65,9 @@ class Metrics:
         self.counted_through = 0
         self.stragglers: tuple[dict[str, Any], ...] = ()
         self.notices: list[str] = []
+        self.hot: tuple[dict[str, Any], ...] = ()
+        self.hot_keys: dict[tuple[str, int], list[list[Any]]] = {}
+        """(stage, slice) that is too hot -> its hottest keys and their shares"""
         self._told: set[tuple[str, int, str]] = set()
         self._planned: dict[int, float] = {}
         self._previous_plan: dict[int, float] = {}
@@ -92,6 +102,9 @@ class Metrics:
                 total[2] += ms
         present = {r.index for r in reports}
         s.state = {i: v for i, v in s.state.items() if i in present}
+        for r in reports:
+            for number, keys in r.keys.items():
+                self.hot_keys[stage, number] = [[key, share] for key, share in keys]
         self.dead += sum(r.dead for r in reports)
         if self.kinds[stage][0] == "keyed":  # the tasks of a source are splits, another each time
             s.times = {r.index: s.times.get(r.index) or deque(maxlen=STRAGGLER_EPOCHS) for r in reports}
@@ -106,8 +119,44 @@ class Metrics:
             times = {c: sum(ms for ms, _ in recent) for c, recent in self.stages[stage.id].times.items()}
             whole = sum(times.values())
             for container, ms in times.items() if whole else ():
-                out[stage.id, container] = min(1.0, stage.busy * stage.instances * ms / whole)
+                out[stage.id, container] = min(1.0, stage.busy * (stage.working or stage.instances) * ms / whole)
         return out
+
+    def find_hot(self, controller: Any, now: float) -> dict[StageId, tuple[int, ...]]:
+        """Slices that no move helps: alone, they keep a container busy. What is known of them goes into the status."""
+        busy = self.busy_containers(self.status(controller, now))
+        before = {(h["stage"], h["slice"]) for h in self.hot}
+        found: list[dict[str, Any]] = []
+        routing = controller.routing
+        for stage, owners in routing.owners.items():
+            rates = controller.load.of(stage, routing.slices)
+            if rates is None:
+                continue
+            share = shares(rates, owners, {c: b for (s, c), b in busy.items() if s == stage})
+            for s in hot_slices(share, HOT_SHARE * HOT_NO_MORE).too_hot:
+                if share[s] > HOT_SHARE or (stage, s) in before:
+                    found.append(
+                        {
+                            "stage": str(stage),
+                            "slice": s,
+                            "container": int(owners[s]),
+                            "share": round(share[s], 3),
+                            "rows_s": round(rates[s], 1),
+                            "keys": self.hot_keys.get((stage, s), []),
+                        }
+                    )
+        self.hot = tuple(sorted(found, key=lambda h: -h["share"]))
+        known = {(h["stage"], h["slice"]) for h in self.hot}
+        self.hot_keys = {k: v for k, v in self.hot_keys.items() if k in known}
+        for one in self.hot:
+            key = (one["stage"], one["slice"], "hot")
+            if one["keys"] and key not in self._told:
+                self._told.add(key)
+                self.notices.append(hot_text(one) + ".")
+        return {
+            stage: tuple(sorted(h["slice"] for h in self.hot if h["stage"] == stage))
+            for stage in dict.fromkeys(StageId(h["stage"]) for h in self.hot)
+        }
 
     def exchanged(self, stage: str, local: int, remote: int) -> None:
         self.stages[stage].bytes_local += local
@@ -173,6 +222,7 @@ class Metrics:
         for id, (kind, names) in self.kinds.items():
             s = self.stages[id]
             instances = controller.routing.instances.get(id, 1)
+            working = len(set(getattr(controller.routing, "owners", {}).get(id, range(instances))))
             samples = list(s.recent)
             width = max(now - samples[0][0], 0.001) if samples else 1.0
             queue = sum(1 for r in list(controller.in_flight.values()) if id not in r.done and id not in r.running)
@@ -186,13 +236,14 @@ class Metrics:
                     s.rows_out,
                     sum(x[1] for x in samples) / width,
                     sum(x[2] for x in samples) / width,
-                    min(1.0, sum(x[3] for x in samples) / (1000 * width * instances)),
+                    min(1.0, sum(x[3] for x in samples) / (1000 * width * working)),
                     queue,
                     s.bytes_local,
                     s.bytes_remote,
                     sum(r for r, _ in list(s.state.values())),
                     sum(b for _, b in list(s.state.values())),
                     s.late,
+                    working,
                 )
             )
         marks = [w for w in list(controller.watermarks.values()) if abs(w) < 2**62]
@@ -228,6 +279,7 @@ class Metrics:
             ),
             tuple(list(self.epochs)[-600:]),
             stragglers=self.stragglers,
+            hot=self.hot,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,11 @@ def plot_run(
     path: str | os.PathLike[str],
     title: str,
     marks: Sequence[tuple[float, str]] = (),
+    counted: str = "instances",
 ) -> Path:
     """Throughput, epoch time and instances over a run's time; ``marks`` are things that happened: (seconds, what).
 
-    ``history`` is that of ``JobStatus``: at_s, rows, ms and instances of each epoch.
+    ``history`` is that of ``JobStatus``: at_s, rows, ms and instances of each epoch. ``counted`` says what those are.
     """
     target = _checked_path(path)
     figure = _figure(title, 9.0, 5.6)
@@ -61,7 +63,7 @@ def plot_run(
     counts.step(at, instances, where="post", color=_GREEN, linewidth=1.8)
     counts.set_ylim(0, max([*instances, 1.0]) * 1.25)
     counts.yaxis.get_major_locator().set_params(integer=True)
-    _style(counts, "instances")
+    _style(counts, counted)
     counts.set_xlabel("seconds since the start", color=_INK, fontsize=9)
     counts.set_xlim(0, end)
 
@@ -110,6 +112,54 @@ def plot_bars(
     _style(axes, ylabel)
     axes.grid(visible=False, axis="x")
     axes.set_ylim(0, top * 1.14)
+    return _save(figure, target)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of several plots above each other that share the time: lines by label, each of (seconds, value)."""
+
+    ylabel: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    steps: bool = False
+    """Values that hold until the next one, such as a number of instances."""
+
+
+def plot_series(
+    panels: Sequence[Panel],
+    path: str | os.PathLike[str],
+    title: str,
+    marks: Sequence[tuple[float, str]] = (),
+) -> Path:
+    """Several series over the same time. A label has one colour in all panels, Penstock's own first."""
+    target = _checked_path(path)
+    figure = _figure(title, 9.0, 1.4 + 1.7 * len(panels))
+    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
+    inks = [_BLUE, _ORANGE, _GREEN, _FAINT, _MARK]
+    colours = {label: inks[index % len(inks)] for index, label in enumerate(labels)}
+    end = max([at for panel in panels for line in panel.lines.values() for at, _ in line] + [1.0])
+    for axes, panel in zip(rows, panels, strict=True):
+        for label, line in panel.lines.items():
+            at, values = [x for x, _ in line], [y for _, y in line]
+            style = {"color": colours[label], "linewidth": 1.5, "label": label}
+            if panel.steps:
+                axes.step(at, values, where="post", **style)
+                axes.yaxis.get_major_locator().set_params(integer=True)
+            else:
+                axes.plot(at, values, **style)
+        _style(axes, panel.ylabel)
+        for mark_at, _ in marks:
+            axes.axvline(mark_at, color=_MARK, linewidth=1.0, linestyle=(0, (4, 3)), alpha=0.8)
+    _label_marks(rows[0], marks, end)
+    rows[-1].set_xlabel("seconds", color=_INK, fontsize=9)
+    rows[-1].set_xlim(0, end)
+    if len(labels) > 1:
+        drawn = [
+            next(line for axes in rows for line in axes.get_lines() if line.get_label() == label) for label in labels
+        ]
+        # Below all: above the first one the marks have their labels.
+        figure.legend(drawn, labels, frameon=False, fontsize=8, labelcolor=_INK, loc="outside lower left", ncols=4)
     return _save(figure, target)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.observe.live import checkpoint_age_s, duration_text, short, size_text
-from penstock.observe.status import JobStatus
+from penstock.observe.live import checkpoint_age_s, duration_text, ranges_text, short, size_text
+from penstock.observe.status import JobStatus, hot_text
 
 MOVES_SHOWN = 20
+HOT_SHOWN = 5
 
 
 def status_lines(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
@@ -21,6 +22,8 @@ def status_lines(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
         lines += ["", *_nodes(status)]
     if status.moves:
         lines += ["", *_moves(status)]
+    if status.hot:
+        lines += ["", *(f"  hot: {hot_text(one)}" for one in status.hot[:HOT_SHOWN])]
     if status.error:
         lines += ["", f"error: {status.error}"]
     return lines
@@ -84,7 +87,7 @@ def _nodes(status: JobStatus) -> list[str]:
             str(node.get("name")),
             str(node.get("host") or "-"),
             str(node.get("zone") or "-"),
-            str(node.get("cores", "-")),
+            _cores(node),
             _listed(node.get("containers")),
             _listed(node.get("slices")),
             str(node.get("state", "up")),
@@ -92,6 +95,11 @@ def _nodes(status: JobStatus) -> list[str]:
         for node in status.nodes
     ]
     return columns(("node", "host", "zone", "cores", "containers", "slices", "state"), rows)
+
+
+def _cores(node: Mapping[str, Any]) -> str:
+    limit = node.get("limit")
+    return f"{limit} of {node.get('cores')}" if limit else str(node.get("cores", "-"))
 
 
 def _moves(status: JobStatus) -> list[str]:
@@ -115,13 +123,7 @@ def _listed(value: Any) -> str:
     """A count as it is, numbers as ranges: [0, 1, 2, 5] -> 0-2,5."""
     if not isinstance(value, list | tuple):
         return "-" if value is None else str(value)
-    parts: list[list[int]] = []
-    for number in sorted(value):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "-"
+    return ranges_text(value)
 
 
 def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -28,6 +28,8 @@ class OperatorStatus:
     state_rows: int = 0
     state_bytes: int = 0
     late: int = 0
+    working: int = 0
+    """Of its instances those that own slices; of a source's, all."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class JobStatus:
     """One entry for each recent epoch: epoch, at_s, rows, ms, state_rows, instances."""
 
     nodes: tuple[dict[str, Any], ...] = ()
-    """One entry for each node: name, host, zone, cores, containers (their numbers), slices (how many), and state: up,
-    leaving or suspect."""
+    """One entry for each node: name, host, zone, cores, limit (how many of them the job is to use; none: all),
+    containers (their numbers), slices (how many), and state: up, leaving or suspect."""
     moves: tuple[dict[str, Any], ...] = ()
     """Slices on their way: stage, slice, source, target, phase, since_s, cause."""
     backups: dict[str, Any] = field(default_factory=dict)
@@ -78,6 +80,10 @@ class JobStatus:
     stragglers: tuple[dict[str, Any], ...] = ()
     """Containers that the others of their stage wait for: stage, container, node, times_slower, times_rows (how many
     times the rows of the others: much more than 1 is skew, about 1 a slow machine)."""
+
+    hot: tuple[dict[str, Any], ...] = ()
+    """Slices that are too hot for one container, so that no move helps: stage, slice, container, share (of the
+    container's time), rows_s, and keys: the hottest, each with its share of the slice's rows; empty until known."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,7 +96,7 @@ class JobStatus:
             OperatorStatus(**{**_known(OperatorStatus, o), "operators": tuple(o.get("operators", ()))})
             for o in data.get("operators", ())
         )
-        for name in ("steps", "history", "nodes", "moves", "stragglers"):
+        for name in ("steps", "history", "nodes", "moves", "stragglers", "hot"):
             known[name] = tuple(data.get(name, ()))
         return cls(**known)
 
@@ -102,6 +108,14 @@ def straggler_text(one: Mapping[str, Any]) -> str:
     why = f", with {rows:g} times the rows" if rows >= 1.5 else ", with no more rows than the others"
     who = f"container {one['container']} of '{one['stage']}'{where}"
     return f"{who} takes {one['times_slower']:g} times as long as the others{why}"
+
+
+def hot_text(one: Mapping[str, Any]) -> str:
+    """A hot slice in words, with its keys."""
+    keys = ", ".join(f"{key!r} {float(share):.0%}" for key, share in one.get("keys", ()))
+    who = f"slice {one['slice']} of '{one['stage']}'"
+    said = f"{who} alone takes {float(one['share']):.0%} of the time of container {one['container']}"
+    return said + (f"; its hottest keys: {keys}" if keys else "")
 
 
 def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -261,6 +261,13 @@ class Teller:
     def _on_RebalanceRequested(self, event: Any) -> Line:
         return _said(f"asked: slices spread evenly ({_one_line(event.reason)})")
 
+    def _on_CoresRequested(self, event: Any) -> Line:
+        return _said(f"asked: {event.cores} cores of {_nodes([event.node])}")
+
+    def _on_HotSlices(self, event: Any) -> Line:
+        found = "; ".join(f"{_slices(slices)} of '{stage}'" for stage, slices in event.slices.items())
+        return _said(f"too hot for one container: {found}" if found else "no slice is too hot for one container now")
+
     def _on_LeaveRequested(self, event: Any) -> Line:
         return _said(f"asked: {_nodes(event.nodes)} to leave")
 

@@ -14,6 +14,7 @@ from typing import Any
 import polars as pl
 
 from penstock.control.controller import Controller
+from penstock.control.events import CoresRequested, Event, MoveRequested, RescaleRequested
 from penstock.engines.task import Container
 from penstock.state.hashing import slice_of
 
@@ -205,6 +206,37 @@ class Sound:
 
 
 @dataclass
+class Answered:
+    """An order is taken, or somebody says why not."""
+
+    name = "answered"
+
+    def on_order(self, event: Event, c: Controller, told: Collection[str]) -> None:
+        if told or c.phase in ("starting", "stopped", "failed"):
+            return
+        match event:
+            case MoveRequested():
+                moves, owners = c.migration.moves, c.routing.owners[event.stage]
+                for number, target in event.targets.items():
+                    move = moves.get((event.stage, number))
+                    there = move.target if move else owners[number] if number < len(owners) else None
+                    if there != target:
+                        raise Violation(
+                            self.name,
+                            f"slice {number} of '{event.stage}' was to go to {target}, and nobody says why it does not",
+                        )
+            case RescaleRequested():
+                waits = event.stage in c.resizes or any(stage == event.stage for stage, _ in c.rescales)
+                if not waits and c.routing.instances[event.stage] != event.instances and not c.cores:
+                    raise Violation(
+                        self.name, f"'{event.stage}' was to have {event.instances} instances, and nobody says why not"
+                    )
+            case CoresRequested():
+                if c.cores.get(event.node) != event.cores:
+                    raise Violation(self.name, f"{event.cores} cores of {event.node}, and nobody says why not")
+
+
+@dataclass
 class Progress:
     """Once faults have ended, the job completes, in time and without a failure."""
 
@@ -229,6 +261,7 @@ class Checkers:
     bounded_growth: BoundedGrowth = field(default_factory=BoundedGrowth)
     sound: Sound = field(default_factory=Sound)
     progress: Progress = field(default_factory=Progress)
+    answered: Answered = field(default_factory=Answered)
 
 
 def _differ(expected: list[str], found: list[str]) -> str:
@@ -241,6 +274,7 @@ def _differ(expected: list[str], found: list[str]) -> str:
 
 
 __all__ = [
+    "Answered",
     "BoundedGrowth",
     "Checkers",
     "ExactlyOnce",

@@ -103,8 +103,9 @@ class SimSpill:
 class Node:
     """A machine with worker processes. After a crash it is another: same number, nothing in it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, cores: int = 1) -> None:
         self.number = number
+        self.cores = cores
         self.life = 0
         """Counts its crashes."""
         self.up = True
@@ -244,7 +245,7 @@ class SimEngine:
                     worker.die()
 
     def nodes(self) -> tuple[NodeInfo, ...]:
-        return tuple(NodeInfo(name) for name in self.known)
+        return tuple(NodeInfo(name, cores=node.cores) for name, node in self.known.items())
 
     def _news(self) -> None:
         """Nodes have come or gone: it takes a while until that is seen."""

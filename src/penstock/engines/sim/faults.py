@@ -84,6 +84,11 @@ class Faults:
             drawn.driver_crash_s = max(0.4, drawn.driver_crash_s)  # a power cut that tears files ends the driver
         return drawn
 
+    @staticmethod
+    def storm(r: random.Random) -> Faults:
+        """Around orders: what makes them late or has them forgotten, and little that fails of itself."""
+        return Faults(**{name: draw(r) for name, draw in _STORM.items()})
+
     def kinds(self) -> list[str]:
         return [f.name for f in fields(self) if getattr(self, f.name) > 0]
 
@@ -116,6 +121,25 @@ _MIXTURE: dict[str, Callable[[random.Random], float]] = {
     "slow_node": _often(0.1, 0.5, 0.3),
     "slow_write": _often(0.1, 0.6, 0.35),
     "slow_answer": _often(0.05, 0.4, 0.3),
+}
+
+
+_STORM: dict[str, Callable[[random.Random], float]] = {
+    "driver_crash_s": _often(0.03, 0.15, 0.25),
+    "store_away_s": _often(0.1, 0.3, 0.15),
+    "dies_at_step": _often(0.002, 0.01, 0.1),
+    "put_fails": _often(0.002, 0.01, 0.1),
+    "get_fails": _often(0.002, 0.01, 0.1),
+    "torn": _often(0.2, 0.5, 0.1),
+    "duplicate": _often(0.02, 0.4, 0.35),
+    "lost_task": _often(0.001, 0.005, 0.25),
+    "lost_slot": _often(0.002, 0.02, 0.25),
+    "zombie": _often(0.2, 0.9, 0.4),
+    "hang": _often(0.0005, 0.002, 0.15),
+    "spill_fails": _often(0.05, 0.5, 0.2),
+    "slow_node": _often(0.1, 0.5, 0.3),
+    "slow_write": _often(0.1, 0.4, 0.3),
+    "slow_answer": _often(0.05, 0.3, 0.3),
 }
 
 

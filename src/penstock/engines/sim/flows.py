@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -135,6 +135,18 @@ def _input(r: random.Random, count: int, keys: int, quiet_at: float) -> Input:
     return Input(frame, ends, tuple(appears))
 
 
+def stormy(scenario: Scenario, r: random.Random) -> Scenario:
+    """The same flow under load for as long as orders are given: rows appear all the time, and slices abound."""
+    quiet_at = r.uniform(5.0, 9.0)
+    inputs = {}
+    for name in scenario.inputs:
+        count = r.randint(150, 250) // len(scenario.inputs)
+        rows = _input(r, count, r.randint(6, 24), quiet_at).rows
+        ends = (*sorted(r.sample(range(1, count), 30 // len(scenario.inputs))), count)
+        inputs[name] = Input(rows, ends, tuple(sorted(r.uniform(0.0, quiet_at) for _ in ends)))
+    return replace(scenario, inputs=inputs, slices=r.choice([4, 8, 12]), quiet_at=quiet_at, nodes=r.randint(2, 4))
+
+
 def build(
     scenario: Scenario, make_source: Callable[[str, Input], Source], make_sink: Callable[[str], Sink]
 ) -> tuple[Flow, dict[str, Source]]:
@@ -198,4 +210,4 @@ def _branch(branch: str, stream: Stream, scenario: Scenario) -> Stream:
             return counted.top_k("window-ranking", 2, by="n")
 
 
-__all__ = ["BRANCHES", "SCHEMA", "Input", "Scenario", "build"]
+__all__ = ["BRANCHES", "SCHEMA", "Input", "Scenario", "build", "stormy"]

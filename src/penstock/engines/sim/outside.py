@@ -45,6 +45,8 @@ class Outside:
     committed_row: dict[str, int] = field(default_factory=dict)
     staged: dict[str, list[str]] = field(default_factory=dict)
     """part -> its rows"""
+    holds_back: bool = False
+    """The last rows of every source do not appear yet."""
 
 
 class SimSource(Source):
@@ -74,6 +76,7 @@ class SimSource(Source):
         o = self.outside
         first: int = start["row"]
         seen = sum(at <= o.clock() for at in self.given.appears)
+        seen = min(seen, len(self.given.ends) - o.holds_back)
         facts = self.given.ends[len(self.known) : seen]
         self.known += facts
         there = self.known[-1] if self.known else 0

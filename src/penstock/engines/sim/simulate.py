@@ -38,6 +38,12 @@ class Outcome:
     """Which checker found a violation, if one did."""
     message: str = ""
     story: tuple[str, ...] = ()
+    orders: int = 0
+    """Given in a storm, to a driver that was there."""
+    refused: int = 0
+    """Of those, refused at once with a reason."""
+    kills: int = 0
+    storm: bool = False
 
     @property
     def ok(self) -> bool:
@@ -45,7 +51,7 @@ class Outcome:
 
     @property
     def replay(self) -> str:
-        return f"penstock simulate --seed {self.seed} --verbose"
+        return f"penstock simulate --seed {self.seed}{' --storm' if self.storm else ''} --verbose"
 
     def lines(self, whole: bool = False) -> list[str]:
         """What is shown of it: the end of the story, what was wrong, and how to see it again."""
@@ -56,9 +62,9 @@ class Outcome:
         return [*left, *story, *ending]
 
 
-def simulate(seed: int, *, keep_story: bool = False) -> Outcome:
+def simulate(seed: int, *, keep_story: bool = False, storm: bool = False) -> Outcome:
     """Run one seed to its end, or to the first violation."""
-    world = World(seed)
+    world = World(seed, storm)
     found: Violation | None = None
     try:
         world.run()
@@ -75,6 +81,8 @@ def simulate(seed: int, *, keep_story: bool = False) -> Outcome:
         found.checker if found else None,
         found.message if found else "",
         tuple(tell(world)) if found or keep_story else (),
+        *((sum(s.given.values()), s.refused, s.kills) if (s := world.storm) is not None else (0, 0, 0)),
+        storm,
     )
 
 
@@ -95,6 +103,9 @@ class Campaign:
     deaths: int = 0
     recoveries: int = 0
     virtual_s: float = 0.0
+    orders: int = 0
+    refused: int = 0
+    kills: int = 0
     violations: list[Outcome] = field(default_factory=list)
 
     @property
@@ -108,13 +119,18 @@ class Campaign:
         self.deaths += outcome.deaths
         self.recoveries += outcome.recoveries
         self.virtual_s += outcome.virtual_s
+        self.orders += outcome.orders
+        self.refused += outcome.refused
+        self.kills += outcome.kills
         if not outcome.ok:
             self.violations.append(outcome)
 
-    def run(self, seeds: Iterable[int], *, jobs: int = 1, keep_stories: bool = False) -> Iterator[Outcome]:
+    def run(
+        self, seeds: Iterable[int], *, jobs: int = 1, keep_stories: bool = False, storm: bool = False
+    ) -> Iterator[Outcome]:
         """Run them, in so many processes, handing out each outcome as it comes."""
         began = time.monotonic()
-        work = partial(simulate, keep_story=keep_stories)
+        work = partial(simulate, keep_story=keep_stories, storm=storm)
         for outcome in map(work, seeds) if jobs == 1 else _in_processes(work, seeds, jobs):
             self.add(outcome)
             self.elapsed_s = time.monotonic() - began
@@ -125,6 +141,8 @@ class Campaign:
             f"seeds: {self.seeds}, {self.seeds_per_s:.1f} a second; {self.epochs} epochs in {self.virtual_s:.0f} "
             f"virtual seconds, {self.starts} starts of the driver, {self.deaths} deaths, {self.recoveries} recoveries"
         )
+        if self.orders:
+            said += f", {self.orders} orders ({self.refused} refused), {self.kills} nodes killed"
         return f"{said}; violations: {len(self.violations) or 'none'}."
 
     def to_json(self) -> dict[str, Any]:
@@ -137,6 +155,9 @@ class Campaign:
             "starts": self.starts,
             "deaths": self.deaths,
             "recoveries": self.recoveries,
+            "orders": self.orders,
+            "refused": self.refused,
+            "kills": self.kills,
             "violations": [
                 {
                     "seed": o.seed,
@@ -164,14 +185,16 @@ def _leave_signals_to_the_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def show_campaign(campaign: Campaign, seeds: Sequence[int], console: Console, jobs: int = 1) -> bool:
+def show_campaign(
+    campaign: Campaign, seeds: Sequence[int], console: Console, jobs: int = 1, storm: bool = False
+) -> bool:
     """Run the seeds with a bar, violations as they come. True: Ctrl-C ended it early, in good order."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     with bar:
         task = bar.add_task("", total=len(seeds))
         try:
-            for outcome in campaign.run(seeds, jobs=jobs):
+            for outcome in campaign.run(seeds, jobs=jobs, storm=storm):
                 bar.update(task, advance=1, description=f"{campaign.seeds_per_s:.1f} seeds/s")
                 if not outcome.ok:
                     said = f"seed {outcome.seed} violates {outcome.checker}: {outcome.message}"

@@ -51,6 +51,7 @@ from penstock.engines.sim.flows import Scenario, build
 from penstock.engines.sim.oracle import final_state, newest, run_undisturbed
 from penstock.engines.sim.outside import Outside, SimSink, SimSource
 from penstock.engines.sim.schedule import Schedule, SimPool
+from penstock.engines.sim.storm import Storm, config_of, scenario_of
 from penstock.engines.task import DEAD_LETTERS, MANIFEST_NAME
 from penstock.errors import CorruptData, PenstockError
 from penstock.ids import Epoch, StageId
@@ -82,6 +83,8 @@ class Driver(Runtime):
         self.world = world
         self.dead = False
         self.told_away = False
+        self.told: list[str] = []
+        """What people were told in the last step."""
         self.inbox: deque[Event] = deque()
         self.pools: list[SimPool] = []
         super().__init__(
@@ -137,13 +140,17 @@ class Driver(Runtime):
         if self.inbox:
             self.world.schedule.after(self.world.random.uniform(0.0, 0.004), self.take)
         self.world.on_event(event)
+        self.told.clear()
         self.handle(event)
         assert self.controller is not None
+        self.world.checkers.answered.on_order(event, self.controller, self.told)
         self.world.checkers.sound.on_step(self.controller)
         if self.reason or self.error is not None:
             self.world.driver_ends(self)
 
     def _execute(self, command: Command) -> None:
+        if isinstance(command, Tell):
+            self.told.append(command.text)
         self.world.on_command(command)
         super()._execute(command)
 
@@ -166,6 +173,8 @@ class Driver(Runtime):
 @dataclass
 class World:
     seed: int
+    stormy: bool = False
+    """Orders upon orders, instead of faults of every kind."""
     story: list[tuple[float, str, str]] = field(default_factory=list)
     checkers: Checkers = field(default_factory=Checkers)
     starts: int = 0
@@ -179,8 +188,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = random.Random(f"penstock world {self.seed}")
-        self.scenario = Scenario.draw(self.seed)
-        self.faults = Faults.draw(self.random)
+        self.scenario = scenario_of(self.seed) if self.stormy else Scenario.draw(self.seed)
+        self.faults = Faults.storm(self.random) if self.stormy else Faults.draw(self.random)
         self.schedule = Schedule()
         self.disk = Disk()
         self.outside = Outside(self.schedule.clock, self.random, self._faults_now, self.checkers, self.tell)
@@ -195,10 +204,11 @@ class World:
             self.outside,
             self.tell,
             self._record,
-            [Node(n) for n in range(self.scenario.nodes)],
+            [Node(n, self.random.choice([1, 2]) if self.stormy else 1) for n in range(self.scenario.nodes)],
             self.store_held,
             backup_memory=self.random.choice([1, 2_000, 1 << 30]),
         )
+        self.storm = Storm(self) if self.stormy else None
 
     def _plan(self) -> Plan:
         def sink(id: str) -> SimSink:
@@ -317,7 +327,7 @@ class World:
 
     def _calm(self) -> bool:
         """Is there nothing that a running job could fail of?"""
-        if self.faults.leave_s:  # a node that is let go takes with it what it did for others
+        if self.faults.leave_s or self.stormy:  # a node that is let go takes with it what it did for others
             return False
         over = self.healed_at is not None and self.schedule.now > self.healed_at + AFTERMATH_S
         return over or set(self.faults.kinds()) <= HARMLESS
@@ -332,6 +342,8 @@ class World:
             return
         self.starts += 1
         config = self.scenario.config(self.random)
+        if self.stormy:
+            config = config_of(config, self.faults, self.random)
         if self.faults.torn:  # there must be an older checkpoint to go back to
             config = config.replace(checkpoint_interval_s=0.1, manifests_kept=config.manifests_kept + 1)
         if self.seed % JOURNAL_EVERY:
@@ -418,17 +430,18 @@ class World:
         up = self.cluster.alive()
         if not up:
             return
-        node = self.random.choice(up)
+        self.crash(self.random.choice(up))
+
+    def crash(self, node: Node) -> None:
         self.tell("fault", f"{node} crashes")
         node.crash()
         self.cluster.on_change()
+        self.schedule.after(self.random.uniform(0.1, 2.0), lambda: self.bring_back(node))
 
-        def back() -> None:
-            node.up = True
-            self.tell("world", f"{node} is there")
-            self.cluster.on_change()
-
-        self.schedule.after(self.random.uniform(0.1, 2.0), back)
+    def bring_back(self, node: Node) -> None:
+        node.up = True
+        self.tell("world", f"{node} is there")
+        self.cluster.on_change()
 
     def _jump(self) -> None:
         self.jump_ms += int(self.random.choice([-1, 1]) * self.random.expovariate(1 / 30_000))
@@ -512,6 +525,8 @@ class World:
         self._now_and_then(f.move_s, self._move)
         self._now_and_then(f.leave_s, self._leave)
         self._now_and_then(f.stop_s, self._stop)
+        if self.storm is not None:
+            self.storm.begin()
         self.schedule.after(self.scenario.quiet_at, self._heal)
         self.schedule.after(0.0, self.start_driver)
         while not self.complete:
@@ -539,8 +554,4 @@ class World:
         return max(self.checkers.no_lost_update.records, default=0)
 
 
-def run_seed(seed: int) -> World:
-    return World(seed).run()
-
-
-__all__ = ["HEALED_S_MAX", "Driver", "Violation", "World", "run_seed"]
+__all__ = ["HEALED_S_MAX", "Driver", "Violation", "World"]

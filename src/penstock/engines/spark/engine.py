@@ -55,6 +55,8 @@ EXECUTORS_WAIT_S = 60.0
 WATCH_S = 0.05
 START_S = 120.0
 """A process that is being started may take so long before it counts as hung."""
+GRANT_S = 30.0
+"""Executors that were asked for and have not come by then are worth a word. They are still welcome."""
 LOSS_NOTICED_S = 0.5
 """What fails because of a dead executor may fail so much before Spark tells of its death."""
 ONE_THREAD = {
@@ -95,6 +97,16 @@ class Running:
     """container -> node"""
 
 
+@dataclass
+class Asked:
+    """Executors that were asked for."""
+
+    before: frozenset[str]
+    more: int
+    at: float
+    told: bool = False
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Classes of the user's flow file travel by value; what msgspec caches on a dataclass cannot, and it makes it
     anew.
@@ -110,6 +122,14 @@ def _sounds_like_loss(reason: str) -> bool:
     return any(
         word in reason.lower() for word in ("fetch", "connect", "executor", "shuffle", "lost", "control records")
     )
+
+
+def _first_executors(master: str, cores_max: str | None) -> int:
+    """Executors that are waited for at the start: all of a cluster of our own, the first of another's."""
+    if not master.startswith("local-cluster"):
+        return 1
+    workers, cores, _ = (int(part) for part in master.partition("[")[2].rstrip("]").split(","))
+    return workers if cores_max is None else max(1, min(workers, int(cores_max) // cores))
 
 
 def pickle_plan(plan: Plan) -> bytes:
@@ -134,6 +154,11 @@ class SparkEngine:
         self.jvm: private.Jvm
         self.executors: dict[str, tuple[str, int]] = {}
         """node -> host and cores; none in local mode"""
+        self.going: set[str] = set()
+        """Executors that are still there, but not for long: given back, or being decommissioned."""
+        self.wanted: int | None = None
+        """Executors that Spark was told we want; None: as many as it gives."""
+        self.asked: Asked | None = None
         self.jobs: dict[tuple[int, str, int], Running] = {}
         self.seen: set[tuple[str, int, str]] = set()
         """Slots that have answered: stage, container, node."""
@@ -149,6 +174,8 @@ class SparkEngine:
         self.pool = ThreadPoolExecutor(16, thread_name_prefix="penstock-job")
         self.lock = threading.Lock()
         self.looking = threading.Lock()
+        self.asking = threading.Lock()
+        """Apart from looking: a cluster manager may take its time to answer."""
         self.keep = KeepSettings(config.backup_memory_mb << 20, config.move_mb_s * 1e6)
         self.reports: list[bytes] = []
         self.misses = 0
@@ -193,7 +220,7 @@ class SparkEngine:
         self.watcher.start()
 
     def _await_executors(self, master: str) -> None:
-        wanted = int(master.split("[")[1].split(",")[0]) if master.startswith("local-cluster") else 1
+        wanted = _first_executors(master, self.session.sparkContext.getConf().get("spark.cores.max"))
         limit = time.monotonic() + EXECUTORS_WAIT_S
         settled = threading.Event()
         while time.monotonic() < limit:
@@ -236,11 +263,49 @@ class SparkEngine:
             for node, (host, cores) in sorted(self.executors.items(), key=lambda e: (len(e[0]), e[0]))
         )
 
-    def release_nodes(self, nodes: Sequence[str]) -> None:
-        self.pool.submit(self.jvm.release_executors, list(nodes))
-
     def request_nodes(self, more: int) -> bool:
-        return self.jvm.ask_executors(more)
+        """Ask Spark for more executors. What it cannot grant now stays asked for: they come when there is room."""
+        if self._by_load():
+            self.notices.append("Spark decides itself how many executors there are (spark.dynamicAllocation.enabled)")
+            return False
+        with self.asking:
+            have = frozenset(self.executors)
+            wanted = (len(have) if self.wanted is None else max(self.wanted, len(have))) + more
+            try:
+                taken = self.jvm.want_executors(wanted)
+            except Exception as error:
+                self.notices.append(f"Spark was not asked for more executors: {private.short_reason(error)}")
+                return False
+            if taken:
+                self.wanted = wanted
+                waiting = self.asked.more if self.asked is not None else 0
+                before = self.asked.before if self.asked is not None else have
+                self.asked = Asked(before, waiting + more, time.monotonic())
+            return taken
+
+    def _by_load(self) -> bool:
+        conf = self.session.sparkContext.getConf()
+        return bool(conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true")
+
+    def release_nodes(self, nodes: Sequence[str]) -> None:
+        self.pool.submit(self._release, list(nodes))
+
+    def _release(self, nodes: list[str]) -> None:
+        """Give executors back. Who does that does not wait any more for those that have not come."""
+        with self.asking:
+            have = self.executors
+            known = [n for n in nodes if n in have]
+            try:
+                taken = not known or self.jvm.release_executors(known, len(have))
+                reason = "it did not take the request"
+            except Exception as error:
+                taken, reason = False, private.short_reason(error)
+            if not taken:
+                self.notices.append(f"executor {', '.join(known)} could not be given back to Spark: {reason}")
+                return
+            self.wanted, self.asked = len(have) - len(known), None
+        with self.looking:
+            self.going |= set(known)
 
     def _watch(self) -> None:
         """Looks after executors and tasks: who is lost, who is new, who hangs."""
@@ -248,6 +313,7 @@ class SparkEngine:
             try:
                 if self.executors or not is_local(self.session.sparkContext.master):
                     self._look()
+                    self._look_for_asked()
                 self._look_for_hung()
             except Exception as error:  # Spark is on its way out, or the job's end will tell
                 if not self.over.is_set():
@@ -257,14 +323,37 @@ class SparkEngine:
     def _look(self) -> bool:
         """Tell of executors that came or went; did any?"""
         with self.looking:
-            if self.jvm.executor_ids() == self.executors.keys():
+            there = self.jvm.executor_ids()
+            self.going &= there
+            reason = ""
+            if self.jvm.decommissioning() and (marked := self.jvm.unwilling() - self.going):
+                # Spark runs nothing on it from now on, not even a handover. But we need not wait for its end.
+                self.going |= marked
+                reason = "decommissioned"
+            if there - self.going == self.executors.keys():
                 return False
-            found = self.jvm.executors()
+            found = {name: facts for name, facts in self.jvm.executors().items() if name not in self.going}
             if found.keys() == self.executors.keys():
                 return False  # a new one, of which Spark does not know everything yet
             self.executors = found
-            self.post(NodesChanged(time.monotonic(), self.nodes() if found else ()))
+            self.post(NodesChanged(time.monotonic(), self.nodes() if found else (), reason))
             return True
+
+    def _look_for_asked(self) -> None:
+        """Tell of executors that were asked for and did not come."""
+        asked = self.asked
+        if asked is None:
+            return
+        came = len(self.executors.keys() - asked.before)
+        if came >= asked.more:
+            self.asked = None
+        elif not asked.told and time.monotonic() - asked.at > GRANT_S:
+            asked.told = True
+            self.notices.append(
+                f"{came} of {asked.more} executors that were asked for came within {GRANT_S:.0f} s. The job goes on; "
+                "the others are taken as soon as Spark grants them (free cores and memory on its workers, "
+                "spark.cores.max)."
+            )
 
     def _look_for_hung(self) -> None:
         if not self.config.hang_s:

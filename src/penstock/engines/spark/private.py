@@ -10,7 +10,8 @@ all that inside, but not in its public interface. What is used:
 * ``PartitionPruningRDD``: one RDD for each slot, so that each may have environment variables, and so a Python worker,
   of its own;
 * the daemon of Python workers, ``slots.py`` in its place: a container's process outlives its connections;
-* the context cleaner: shuffle files go when their epoch is done, not when the JVM collects garbage.
+* the context cleaner: shuffle files go when their epoch is done, not when the JVM collects garbage;
+* the scheduler's backend: which executors there are, and which of them get no tasks any more.
 
 ``self_check`` looks for each of them at start-up, so that another PySpark fails with a sentence and not in the middle
 of a job.
@@ -86,6 +87,7 @@ class Jvm:
         self.HashMap = jvm.java.util.HashMap
         self._partitioners: dict[int, Any] = {}
         self._sets: dict[int, Any] = {}
+        self._decommissioning: Any = None
         self._lock = threading.Lock()
         self.any_tag = self.jsc.emptyRDD().classTag()
 
@@ -187,12 +189,30 @@ class Jvm:
                 found[str(summary.id())] = (str(summary.hostPort().rsplit(":", 1)[0]), int(summary.totalCores()))
         return found
 
-    def ask_executors(self, more: int) -> bool:
-        """Ask the cluster manager for more executors. True: it took the request."""
-        return bool(self.scala.requestExecutors(more))
+    def unwilling(self) -> frozenset[str]:
+        """Executors that are still there and get no tasks any more: given back, or being decommissioned."""
+        backend = self.scala.schedulerBackend()
+        return frozenset(i for i in self.executor_ids() if not backend.isExecutorActive(i))
 
-    def release_executors(self, ids: Sequence[str]) -> bool:
-        """Give executors back; they are not replaced."""
+    def decommissioning(self) -> bool:
+        """Is an executor being decommissioned? One cheap call, unlike ``unwilling``, for each time we look."""
+        if self._decommissioning is None:
+            try:
+                self._decommissioning = self.scala.schedulerBackend().executorsPendingDecommission()
+            except Exception:  # this backend does not tell: it is lost when it is gone
+                self._decommissioning = self.ArrayList()
+        return not self._decommissioning.isEmpty()
+
+    def want_executors(self, total: int) -> bool:
+        """Tell the cluster manager how many executors there should be. True: it took the request.
+
+        Not ``requestExecutors``, which counts from nought those that came without being asked for.
+        """
+        return bool(self.scala.requestTotalExecutors(total, 0, self.PythonUtils.toScalaMap(self.HashMap())))
+
+    def release_executors(self, ids: Sequence[str], total: int) -> bool:
+        """Give executors back, of so many; they are not replaced."""
+        self.want_executors(total)  # it takes the ones that go from what it was last asked for
         return bool(self.scala.killExecutors(self.PythonUtils.toSeq(list(ids))))
 
     def _list(self, scala_seq: Any) -> Any:

@@ -37,6 +37,8 @@ DEFAULTS = {
     "spark.shuffle.io.retryWait": "100ms",
     # A connection that broke is an executor that is gone. Else a standalone master is given 5 s to say so first.
     "spark.standalone.executorRemoveDelayOnDisconnection": "0s",
+    # An executor that is to go says so first, and is not just gone.
+    "spark.decommission.enabled": "true",
     "spark.shuffle.sort.bypassMergeThreshold": "1024",
     "spark.python.worker.reuse": "true",
     # A killed task may need a moment to its end. A worker that is killed in the middle has lost its slices.

@@ -1,0 +1,325 @@
+"""What a neighbour on the same machine notices of a migration: live and throttled, live, and stop and copy.
+
+After figures 15 and 17 of ChronoStream. Beside the job of the benchmark ``migrate`` something else is at work all the
+time: PostgreSQL with ``pgbench`` where it is installed, else a process that hashes and writes to the disk. Its
+throughput while state moves is compared with that of the ten seconds before, beside the steady job.
+
+``penstock``
+    Slices move while the job runs, and copies are read at no more than ``move_mb_s``.
+``penstock_unlimited``
+    The same without that limit.
+``penstock_stop``
+    ``moves="stop"``: everything stops, and the new owners load the checkpoint as fast as they can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pwd
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common, migrate
+from benchmarks.common import Figures, Row
+from benchmarks.migrate import Phase, keys_of
+from benchmarks.recovery import OPERATOR, wait_for
+from penstock.errors import EngineError
+
+SUMMARY = "What a database beside the job notices while state moves: live and throttled, live, stop and copy."
+
+MODULE = "benchmarks.tenant"
+MOVE_MB_S = 16.0
+"""For each container that makes copies."""
+BEFORE_S = 10.0
+WORST_S = 3.0
+"""The worst time within a migration is looked for in windows of this width."""
+EXECUTORS = 3
+EXECUTOR_MB = 1024
+PG_SCALE = 5
+PG_CLIENTS = 2
+BLOCK = 1 << 16
+SYNC_EVERY = 200
+
+PENSTOCK, UNLIMITED, STOP = "penstock", "penstock_unlimited", "penstock_stop"
+
+Counts = Sequence[tuple[float, float]]
+"""How much the neighbour had done in all, and when."""
+
+Progress = Callable[[str, float], float | None]
+"""From a line and what was done before to what is done now; None for other lines."""
+
+PHASES = (Phase(keys_of(200), 2),)
+QUICK = (Phase(keys_of(50)),)
+
+
+def run(quick: bool, out: Path | None) -> dict[str, Any]:
+    """See README.md. Quick: 50 MB, throttled and stopped only."""
+    phases = QUICK if quick else PHASES
+    rows: list[Row] = []
+    series: dict[str, Any] = {}
+    with common.workplace() as place:
+        migrate.write_phases(place / "pool", phases)
+        for contender in (PENSTOCK, STOP) if quick else (PENSTOCK, UNLIMITED, STOP):
+            figures = migrate.run_phases(MODULE, contender, phases, place)
+            kind = {"neighbour": figures["neighbour"]}
+            rows += [{**row, **kind} for row in migrate.order_rows(contender, figures)]
+            series[contender] = figures["series"]
+    notes = [
+        "kept: the neighbour's throughput from the order until nothing is left of the move, by that of the "
+        f"{BEFORE_S:g} s before the order, beside the steady job.",
+        f"kept_worst: the same for the worst {WORST_S:g} s within that time.",
+        "alone_s and beside_s: what the neighbour does in a second without the job, and beside it.",
+        f"penstock reads copies at no more than {MOVE_MB_S:g} MB/s in each container; penstock_unlimited as it can.",
+        "In every run the final count and sum of every key were compared with the truth, and no output came twice.",
+    ]
+
+    def draw(path: Path) -> None:
+        from penstock.observe.plot import Panel, plot_series
+
+        lines = {name: found["neighbour"] for name, found in series.items()}
+        panels = [
+            Panel("neighbour, by its average", lines),
+            Panel("containers", {name: found["containers"] for name, found in series.items()}, steps=True),
+        ]
+        plot_series(panels, path, "A neighbour's throughput while state moves")
+
+    return common.finish("tenant", rows, ratios(rows), notes, out, draw, series=series)
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def done_by(counts: Counts, at: float) -> float:
+    """How much the neighbour had done at a moment, evenly between what it said before and after."""
+    index = bisect_right([when for when, _ in counts], at)
+    if index == 0 or index == len(counts):
+        raise EngineError("the neighbour said nothing at the time asked for", remedy="Look at the contender's log.")
+    (a, before), (b, after) = counts[index - 1], counts[index]
+    return before + (after - before) * (at - a) / (b - a)
+
+
+def rate_in(counts: Counts, begin: float, end: float) -> float:
+    """What it did in a second, from ``begin`` to ``end``."""
+    return (done_by(counts, end) - done_by(counts, begin)) / (end - begin)
+
+
+def kept_in(counts: Counts, at: float, done: float) -> Figures:
+    """The neighbour's throughput during a move, by that of the time before."""
+    usual = rate_in(counts, at - BEFORE_S, at)
+    width = min(WORST_S, done - at)
+    steps = max(1, int((done - at - width) / 0.5) + 1)
+    worst = min(rate_in(counts, at + 0.5 * n, at + 0.5 * n + width) for n in range(steps))
+    return {
+        "beside_s": common.rounded(usual),
+        "kept": common.rounded(rate_in(counts, at, done) / usual),
+        "kept_worst": common.rounded(worst / usual),
+    }
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    names = {PENSTOCK: "", UNLIMITED: "unlimited_", STOP: "stop_"}
+    for contender, prefix in names.items():
+        mine = [row for row in rows if row["contender"] == contender]
+        for figure in ("kept", "kept_worst", "delay_s", "done_s"):
+            values = [float(row[figure]) for row in mine if row.get(figure) is not None]
+            name = f"{prefix}neighbour_{figure}" if figure.startswith("kept") else f"{prefix}{figure}"
+            found[name] = common.rounded(statistics.median(values)) if values else None
+    return found
+
+
+def per_second(counts: Counts, begin: float, end: float) -> list[tuple[float, float]]:
+    """For the picture: its throughput in each second, by the average of all of them."""
+    seconds = range(int(end - begin))
+    values = [rate_in(counts, begin + s, begin + s + 1) for s in seconds]
+    average = statistics.fmean(values) if values else 0.0
+    return [(float(s), round(value / average, 3)) for s, value in zip(seconds, values, strict=True)] if average else []
+
+
+# --- neighbours ---------------------------------------------------------------------------------------------------
+
+
+class Neighbour(threading.Thread):
+    """Reads what a process says of its progress, one line at a time, and when."""
+
+    def __init__(
+        self, kind: str, process: subprocess.Popen[str], progress: Callable[[str, float], float | None]
+    ) -> None:
+        super().__init__(name="neighbour", daemon=True)
+        self.kind, self.process, self.progress = kind, process, progress
+        self.counts: list[tuple[float, float]] = []
+
+    def run(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            total = self.progress(line, self.counts[-1][1] if self.counts else 0.0)
+            if total is not None:
+                self.counts.append((time.monotonic(), total))
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+        self.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def loop_progress(line: str, before: float) -> float | None:
+    """Each line is the number of rounds so far."""
+    return float(line) if line.strip().isdigit() else None
+
+
+PG_LINE = re.compile(r"progress: ([\d.]+) s, ([\d.]+) tps")
+
+
+def pgbench_progress(line: str, before: float) -> float | None:
+    """``progress: 3.0 s, 812.4 tps, lat ...``, one each second."""
+    found = PG_LINE.match(line)
+    return before + float(found[2]) if found else None
+
+
+def churn(path: str) -> None:
+    """The neighbour where there is no database: hash a block, write it, and now and then see that it is on the disk."""
+    block, rounds, said = bytes(BLOCK), 0, time.monotonic()
+    with open(path, "wb") as file:
+        while True:
+            block = (hashlib.sha256(block).digest() * (BLOCK // 32))[:BLOCK]
+            file.write(block)
+            rounds += 1
+            if rounds % SYNC_EVERY == 0:
+                file.flush()
+                os.fsync(file.fileno())
+                file.seek(0)
+            if time.monotonic() - said >= 0.5:
+                said = time.monotonic()
+                print(rounds, flush=True)
+
+
+@contextlib.contextmanager
+def neighbour(work: Path) -> Iterator[Neighbour]:
+    """Something at work until the end of the block."""
+    with contextlib.ExitStack() as stack:
+        programs = postgres_programs()
+        found = stack.enter_context(pgbench(programs)) if programs else stack.enter_context(loop(work))
+        found.start()
+        stack.callback(found.stop)
+        wait_for(lambda: len(found.counts) > 2, 60.0, "the neighbour is at work")
+        yield found
+
+
+@contextlib.contextmanager
+def loop(work: Path) -> Iterator[Neighbour]:
+    code = f"from benchmarks.tenant import churn; churn({str(work / 'churn')!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    yield Neighbour("loop", process, loop_progress)
+
+
+def postgres_programs() -> dict[str, str]:
+    """Name -> path of what is needed, or nothing: also where it may not run, because nobody but root is here."""
+    places = [*os.environ.get("PATH", "").split(os.pathsep), *map(str, Path("/usr/lib/postgresql").glob("*/bin"))]
+    search = os.pathsep.join(places)
+    found = {name: shutil.which(name, path=search) for name in ("initdb", "postgres", "pgbench", "pg_isready")}
+    if os.geteuid() == 0 and _user() is None:
+        return {}
+    return {name: path for name, path in found.items() if path} if all(found.values()) else {}
+
+
+def _user() -> str | None:
+    """PostgreSQL refuses to run as root: then as its own user, if there is one."""
+    if os.geteuid() != 0:
+        return None
+    with contextlib.suppress(KeyError):
+        return pwd.getpwnam("postgres").pw_name
+    return None
+
+
+@contextlib.contextmanager
+def pgbench(programs: dict[str, str]) -> Iterator[Neighbour]:
+    """A database of its own in a directory that is gone afterwards, reached by a socket there."""
+    place = Path(tempfile.mkdtemp(prefix="penstock-pg-"))
+    user = _user()
+    as_user: dict[str, Any] = {"cwd": place, "text": True}
+    if user is not None:
+        os.chown(place, pwd.getpwnam(user).pw_uid, pwd.getpwnam(user).pw_gid)
+        as_user |= {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+    data = str(place / "data")
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    where = ["-h", str(place), "-p", "5432"]
+    server = None
+    try:
+        subprocess.run([programs["initdb"], "-D", data, "-A", "trust"], check=True, **as_user, **quiet)
+        settings = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={place}", "-c", "shared_buffers=64MB"]
+        server = subprocess.Popen([programs["postgres"], "-D", data, *settings], **as_user, **quiet)
+        ready = [programs["pg_isready"], *where]
+        wait_for(lambda: subprocess.run(ready, **as_user, **quiet).returncode == 0, 60.0, "the database is up")
+        bench = [programs["pgbench"], *where]
+        subprocess.run([*bench, "-i", "-q", "-s", str(PG_SCALE), "postgres"], check=True, **as_user, **quiet)
+        forever = ["-c", str(PG_CLIENTS), "-j", "1", "-T", "100000", "-P", "1", "postgres"]
+        process = subprocess.Popen(
+            [*bench, *forever], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=1, **as_user
+        )
+        yield Neighbour("pgbench", process, pgbench_progress)
+    finally:
+        if server is not None:
+            server.terminate()
+            server.wait()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+# --- the job ------------------------------------------------------------------------------------------------------
+
+
+def penstock(args: dict[str, Any], moves: str = "live", move_mb_s: float = MOVE_MB_S) -> Iterator[Figures]:
+    work = Path(args["work"])
+    with neighbour(work) as other:
+        begin = time.monotonic()
+        wait_for(lambda: time.monotonic() - begin > BEFORE_S, BEFORE_S * 2)
+        alone = rate_in(other.counts, begin, other.counts[-1][0])
+        job, recorder = migrate.start_totals(
+            args,
+            master=f"local-cluster[{EXECUTORS},1,{EXECUTOR_MB}]",
+            instances=migrate.MANY,
+            epoch_rows=migrate.LOAD_ROWS,
+            backups=0,
+            moves=moves,
+            move_mb_s=move_mb_s,
+        )
+        orders = [(f"to {n}", partial(job.rescale, OPERATOR, n), n) for n in (migrate.FEW, migrate.MANY)]
+        figures = migrate.go_through(job, recorder, args, orders, rest_s=BEFORE_S)
+        end = time.monotonic()
+        wait_for(lambda: other.counts[-1][0] > end, 30.0, "the neighbour has told of it")
+        job.stop()
+        counts = list(other.counts)
+    for order, at in zip(figures["orders"], figures["began"], strict=True):
+        order |= {"alone_s": common.rounded(alone), **kept_in(counts, at, at + order["done_s"])}
+    first = figures["began"][0] - BEFORE_S
+    owners = [(at - first, len(set(recorder.owners[epoch]))) for at, epoch in recorder.outputs if first <= at <= end]
+    series = {"neighbour": per_second(counts, first, end), "containers": [(round(at, 2), n) for at, n in owners]}
+    yield {**figures, "neighbour": other.kind, "series": series}
+
+
+def penstock_unlimited(args: dict[str, Any]) -> Iterator[Figures]:
+    return penstock(args, move_mb_s=0.0)
+
+
+def penstock_stop(args: dict[str, Any]) -> Iterator[Figures]:
+    return penstock(args, moves="stop")
+
+
+CONTENDERS: dict[str, common.Contender] = {PENSTOCK: penstock, UNLIMITED: penstock_unlimited, STOP: penstock_stop}
+
+if __name__ == "__main__":
+    common.contender_main(MODULE)

@@ -1,0 +1,125 @@
+"""Jobs on real executors, in a process of their own: ``local-cluster`` starts a Spark, and there is one to a process.
+
+A test file of this directory holds both halves: the tests, and under ``if __name__ == "__main__"`` the job, which is
+run as a script and prints what it found as one line of JSON. Operators that are defined in it travel to executors by
+value, as a user's do. The rest of what both halves need is here: the way to run the script, to find the executors, to
+wait for something that the controller knows, and to compare what sinks have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import psutil
+
+import penstock as ps
+from penstock.control.controller import Controller
+from penstock.engines.job import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *args: object, timeout_s: float) -> dict[str, Any]:
+    """Run a test file as a script, and take what it printed last."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, script, *map(str, args)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def say(**found: object) -> None:
+    """What the script found: its last line."""
+    print(json.dumps(found), flush=True)
+
+
+def executors() -> list[psutil.Process]:
+    """Those of this process's Spark, the oldest first."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any("CoarseGrainedExecutorBackend" in part for part in process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            pass  # it ended while we looked
+    return sorted(found, key=lambda p: float(p.create_time()))
+
+
+def node_of(executor: psutil.Process) -> str:
+    """The name of the node that an executor is: its number."""
+    parts: list[str] = executor.cmdline()
+    return parts[parts.index("--executor-id") + 1]
+
+
+def kill(victims: list[psutil.Process]) -> None:
+    for victim in victims:
+        victim.send_signal(signal.SIGKILL)
+
+
+class Watch:
+    """A running job, watched from within: after every event somebody who waits looks again."""
+
+    def __init__(self, job: Job, limit_s: float) -> None:
+        self.job = job
+        self.limit_s = limit_s
+        self.runtime = job._runtime
+        self.on_event: list[Callable[[Any], None]] = []
+        self._turned = threading.Condition()
+        self._handle = self.runtime.handle
+        self.runtime.handle = self._watched  # type: ignore[method-assign]
+
+    def _watched(self, event: Any) -> None:
+        self._handle(event)
+        for hear in self.on_event:
+            hear(event)
+        with self._turned:
+            self._turned.notify_all()
+
+    @property
+    def controller(self) -> Controller:
+        assert self.runtime.controller is not None, "the job has not started"
+        return self.runtime.controller
+
+    def until(self, what: str, condition: Callable[[Controller], object]) -> None:
+        def met() -> bool:
+            c = self.runtime.controller
+            return self.runtime.ended.is_set() or (c is not None and bool(condition(c)))
+
+        with self._turned:
+            ok = self._turned.wait_for(met, self.limit_s)
+        if self.runtime.ended.is_set():
+            self.job.wait()  # raises what ended it
+        assert ok, f"waited in vain for: {what}; {self.job.status()}"
+
+
+def digests(out: Path, sinks: str) -> dict[tuple[str, int], str]:
+    """(sink, epoch) -> a digest of its rows in an order of their own."""
+    found = {}
+    for sink in sinks:
+        for (epoch,), rows in ps.read_output(out / sink).group_by("epoch"):
+            buffer = io.BytesIO()
+            rows.sort(pl.all()).write_ipc(buffer)
+            found[sink, int(epoch)] = hashlib.sha256(buffer.getvalue()).hexdigest()  # type: ignore[call-overload]
+    return found
+
+
+def differences(ours: dict[Any, str], theirs: dict[Any, str]) -> list[str]:
+    return sorted(map(str, set(ours.items()) ^ set(theirs.items())))[:6]

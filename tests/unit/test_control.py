@@ -41,6 +41,7 @@ from penstock.engines.job import start
 from penstock.errors import ConfigError
 from penstock.ids import StageId
 from penstock.observe.status import JobStatus, OperatorStatus
+from penstock.testing import rows
 
 
 @pytest.fixture
@@ -718,7 +719,7 @@ def test_a_real_job_is_asked_rescaled_and_stopped_from_another_process(place: Pa
 def test_whoever_waits_for_a_job_waits_until_it_has_tidied_up() -> None:
     # The main thread returns from ``wait`` and the process ends: an answer that is still being written would be lost.
     flow = ps.Flow("short")
-    source = flow.source("numbers", ps.rows([{"k": 1}]))
+    source = flow.source("numbers", rows([{"k": 1}]))
     source.key_by("k").aggregate("rows", n=ps.count()).sink("out", ps.discard())
     job = start(flow, engine="local", config=Config(control=False))
     tidying, go_on, seen = threading.Event(), threading.Event(), []

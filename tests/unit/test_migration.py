@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ class Fleet(Driver):
         """Deltas are written before a task ends."""
         self.warm = True
         """Processes start at once."""
+        self.state_bytes = 0
+        """Of every container."""
         self.runs: dict[tuple[int, StageId], RunStage] = {}
         self.said: list[str] = []
         self.commands: list[Command] = []
@@ -106,7 +109,7 @@ class Fleet(Driver):
         owners = self.table(run).owners.get(stage, ())
         reports = []
         for index in run.containers or (0,):
-            report = TaskReport(stage, epoch, run.attempt, index)
+            report = TaskReport(stage, epoch, run.attempt, index, state_bytes=self.state_bytes)
             if run.containers and self.copying:
                 report.held = (run.checkpoint, [s for s, held in enumerate(run.copies) if index in held])
             if run.seal and self.writing and index in owners:
@@ -728,6 +731,45 @@ def test_a_node_is_drained_before_it_is_given_back() -> None:
     assert d.controller.recoveries == 0 and d.said[-1] == "node b has left"
 
 
+def test_a_node_is_drained_of_what_it_is_given_while_it_is_told_to_leave() -> None:
+    d = fleet("a", "b", "c")
+    to = next(c for c, n in d.controller.routing.homes.items() if n == "c")
+    mine = [s for s, c in enumerate(d.controller.routing.owners[COUNT]) if c != to][:2]
+    d.move(*mine, to=to)
+    d.until(lambda: "switch" in d.phases.values())
+    d.step(LeaveRequested(d.now, ("c",)))
+    d.until(lambda: any(isinstance(c, ReleaseNodes) for c in d.commands), most=20)
+    assert to not in d.controller.routing.owners[COUNT]
+
+
+def test_a_node_is_drained_though_a_move_takes_too_long() -> None:
+    d = fleet("a", "b", "c", move_timeout_s=5.0)
+    d.copying = False
+    d.step(LeaveRequested(d.now, ("c",)))
+    d.epoch()
+    assert d.phases
+    d.now += 6.0
+    d.epoch()
+    assert "timed out" in [outcome for _, outcome in d.outcomes]
+    d.copying = True
+    d.until(lambda: any(isinstance(c, ReleaseNodes) for c in d.commands), most=20)
+
+
+def test_who_calls_the_moves_off_lets_the_node_stay() -> None:
+    d = fleet("a", "b", "c")
+    d.copying = False
+    d.step(LeaveRequested(d.now, ("c",)))
+    d.epoch()
+    assert d.phases
+    d.step(CancelMovesRequested(d.now))
+    assert d.said[-1].endswith("moves cancelled; node c to stay")
+    d.copying = True
+    for _ in range(6):
+        d.epoch()
+    assert not d.phases and not d.controller.leaving
+    assert not any(isinstance(c, ReleaseNodes) for c in d.commands)
+
+
 def test_a_source_is_read_elsewhere_before_its_node_is_given_back() -> None:
     d = fleet("a", "b")
     d.step(RescaleRequested(d.now, IN, 1))
@@ -745,6 +787,23 @@ def test_a_source_is_read_elsewhere_before_its_node_is_given_back() -> None:
     d.up()
     assert d.runs[d.epoch(), IN].containers == (1,)
     d.until(lambda: any(isinstance(c, ReleaseNodes) for c in d.commands), most=5)
+
+
+@pytest.mark.parametrize(("megabytes", "switches"), [(1, 1), (64, 2), (1000, 4)])
+def test_a_container_takes_over_so_much_state_at_a_time(megabytes: int, switches: int) -> None:
+    d = fleet("a", "b")  # of 8 slices each has 4
+    d.state_bytes = megabytes * 2**20 // 2
+    d.epoch()
+    mine = [s for s, c in enumerate(d.controller.routing.owners[COUNT]) if c == 0]
+    d.move(*mine, to=1)
+    seen = []
+    for _ in range(40):
+        seen.append(d.owners(d.epoch()).count(1))
+        if not d.phases:
+            break
+    steps = sorted(set(seen))
+    assert steps[-1] == 8 and len(steps) == switches + 1, steps
+    assert {b - a for a, b in pairwise(steps)} == {4 // switches}
 
 
 def test_somebody_must_stay() -> None:

@@ -44,9 +44,9 @@ from penstock.state.backup import Commit
 
 GATHER_S = 10.0
 """When all nodes were lost at once, so long may those that come back wait for each other."""
-SWITCH_SLICES = 4
-"""A container takes over so many slices of a stage in one epoch: while it brings them up it does nothing else, and that
-must not take longer the more there is to move."""
+SWITCH_BYTES = 16 * 2**20
+"""A container takes over about so much state of a stage in one epoch, and at least one slice: while it brings them up
+it does nothing else, and that must not take longer the more there is to move."""
 
 
 class Shape:
@@ -116,6 +116,8 @@ class Shape:
         """Of the resizes, those that make room for more containers of one node: slices of others stay."""
         self.targets: dict[StageId, tuple[dict[int, int], str]] = {}
         """Moves that wait until their stage has been resized, and why they are to be."""
+        self.state_bytes: dict[StageId, int] = {}
+        """As of the last reports: how large a slice is on average."""
         self.load = SliceLoad()
         self.hot: dict[StageId, tuple[int, ...]] = {}
         """Slices whose hottest keys are wanted."""
@@ -275,9 +277,13 @@ class Shape:
         for stage in [s for s in self.resizes if event.stage in (None, s)]:
             del self.resizes[stage]
         self.targets = {s: t for s, t in self.targets.items() if event.stage not in (None, s)}
-        if event.stage is None:
-            self.reslot.clear()
-        return [Tell(f"{count} moves cancelled")]
+        if event.stage is not None:
+            return [Tell(f"{count} moves cancelled")]
+        self.reslot.clear()
+        staying, self.leaving = self.leaving - self.drained.keys(), self.leaving & self.drained.keys()
+        if staying:
+            self._rehold()
+        return [Tell(f"{count} moves cancelled" + (f"; {_named(staying)} to stay" if staying else ""))]
 
     # -- the cores of a node -------------------------------------------------------------------------------------
 
@@ -354,6 +360,7 @@ class Shape:
 
     def _note_load(self, stage: StageId, reports: Sequence[TaskReport], now: float) -> None:
         self.load.note(stage, reports, now)
+        self.state_bytes[stage] = sum(report.state_bytes for report in reports)
 
     def _asked(self, run: EpochRun, stage: StageId) -> tuple[int, ...]:
         """Slices whose owners should say which keys are the hottest: now and then."""
@@ -629,7 +636,8 @@ class Shape:
         now: list[Move] = []
         for move in ready:
             taken[move.stage, move.target] += 1
-            if taken[move.stage, move.target] <= SWITCH_SLICES:
+            each = self.state_bytes.get(move.stage, 0) / self.routing.slices
+            if taken[move.stage, move.target] <= max(1, SWITCH_BYTES // max(1, each)):
                 now.append(move)
         return now
 
@@ -688,6 +696,8 @@ class Shape:
         """Slices that should move, nodes that may go."""
         out: list[Command] = []
         self.migration.expire(now, self.settings.move_timeout_s)
+        if self._misplaced():
+            self.respread.add("slices that have to go")
         if self.respread and self.phase == "running" and not self.recovering and self.settings.live:
             cause = ", ".join(sorted(self.respread))
             self.respread.clear()
@@ -705,6 +715,19 @@ class Shape:
             self.released |= set(going)
             out.append(ReleaseNodes(going))
         return out
+
+    def _misplaced(self) -> bool:
+        """Are there slices on a node that is to leave, with nobody to fetch them? They were handed over just when it
+        was told to, or their move came to nothing.
+        """
+        going = self.leaving - self.drained.keys()
+        there = {c for c, node in self.routing.homes.items() if node in going}
+        return any(
+            owner in there and (stage.id, s) not in self.migration.moves
+            for stage in self.topology.stateful
+            if there and self.peers(stage.id)
+            for s, owner in enumerate(self.routing.owners[stage.id])
+        )
 
     def _in_use(self, node: str) -> bool:
         """Does somebody on this node own slices, or read a source?"""

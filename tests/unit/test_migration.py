@@ -755,6 +755,14 @@ def test_a_node_is_drained_though_a_move_takes_too_long() -> None:
     d.until(lambda: any(isinstance(c, ReleaseNodes) for c in d.commands), most=20)
 
 
+def test_a_container_is_emptied_though_there_was_nobody_to_take_its_slices_at_first() -> None:
+    d = fleet("a", "b", "c")
+    d.step(RescaleRequested(d.now, COUNT, 2))
+    d.controller.respread.clear()  # what a recovery in between does: nobody had a process just then
+    d.until(lambda: d.controller.routing.instances[COUNT] == 2, most=20)
+    assert set(d.controller.routing.owners[COUNT]) == {0, 1} and not d.controller.resizes
+
+
 def test_who_calls_the_moves_off_lets_the_node_stay() -> None:
     d = fleet("a", "b", "c")
     d.copying = False

@@ -735,7 +735,8 @@ class Controller(Shape):
         if self.idle_since is not None and now - self.last_plan < self.settings.poll_s:
             return []
         heartbeat = self.idle_since is not None and now - self.idle_since >= self.settings.idle_epoch_s
-        if self.idle_since is not None and (self.migration or self.handed):
+        changing = self.migration or self.handed or self.resizes or self.leaving - self.released
+        if self.idle_since is not None and changing:
             heartbeat = heartbeat or now - self.idle_since >= MOVING_EPOCH_S  # slices move with epochs
         self.planning = True
         self.last_plan = now

@@ -717,17 +717,17 @@ class Shape:
         return out
 
     def _misplaced(self) -> bool:
-        """Are there slices on a node that is to leave, with nobody to fetch them? They were handed over just when it
-        was told to, or their move came to nothing.
+        """Are there slices on a node that is to leave, or in a container that is to go, with nobody to fetch them? They
+        were handed over just when it was told to, their move came to nothing, or there was nobody to take them.
         """
         going = self.leaving - self.drained.keys()
         there = {c for c, node in self.routing.homes.items() if node in going}
-        return any(
-            owner in there and (stage.id, s) not in self.migration.moves
-            for stage in self.topology.stateful
-            if there and self.peers(stage.id)
-            for s, owner in enumerate(self.routing.owners[stage.id])
-        )
+        for stage in self.topology.stateful if there or self.resizes else ():
+            limit = self.resizes.get(stage.id, INSTANCES_MAX)
+            lost = [s for s, c in enumerate(self.routing.owners[stage.id]) if c in there or c >= limit]
+            if any((stage.id, s) not in self.migration.moves for s in lost) and self.peers(stage.id):
+                return True
+        return False
 
     def _in_use(self, node: str) -> bool:
         """Does somebody on this node own slices, or read a source?"""

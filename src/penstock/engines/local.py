@@ -26,6 +26,7 @@ from penstock.control.events import (
     WarmUp,
 )
 from penstock.control.routing import RoutingTable
+from penstock.engines.merging import Merging, merge_here
 from penstock.engines.protocol import Post
 from penstock.engines.task import TaskSpec, Worker
 from penstock.ids import StageId
@@ -144,8 +145,8 @@ class LocalEngine:
     def warm_up(self, command: WarmUp) -> None:
         self.post(WarmedUp(time.monotonic(), command.stage, command.containers))
 
-    def compact(self, command: Compact, run: Callable[[], Event]) -> None:
-        self.post(run())
+    def compact(self, command: Compact, run: Callable[[Merging], Event]) -> None:
+        self.post(run(merge_here))
 
     def cancel(self) -> None:
         self.blobs.clear()

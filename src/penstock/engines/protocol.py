@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from penstock.control.events import Compact, Event, Flush, NodeInfo, RunStage, WarmUp
 from penstock.control.routing import RoutingTable
+from penstock.engines.merging import Merging
 
 Post = Callable[[Event], None]
 
@@ -41,8 +42,8 @@ class Engine(Protocol):
     def warm_up(self, command: WarmUp) -> None:
         """Answered by WarmedUp, whether it worked or not."""
 
-    def compact(self, command: Compact, run: Callable[[], Event]) -> None:
-        """Run ``run`` in the background and post its event."""
+    def compact(self, command: Compact, run: Callable[[Merging], Event]) -> None:
+        """Run ``run`` in the background, with a way to merge files, and post its event."""
 
     def cancel(self) -> None:
         """Stop what is running as soon as may be; each still answers."""

@@ -74,6 +74,7 @@ from penstock.control.pacing import Pacer
 from penstock.control.policies import Observation, Policy, policy_from
 from penstock.control.routing import RoutingTable
 from penstock.control.topology import StageInfo, Topology
+from penstock.engines.merging import Merge, Merging
 from penstock.engines.protocol import Engine
 from penstock.engines.task import DEAD_LETTERS, MANIFEST_NAME, bytes_frame, task_error
 from penstock.errors import (
@@ -91,8 +92,7 @@ from penstock.observe.journal import Journal
 from penstock.observe.metrics import Metrics
 from penstock.observe.status import JobStatus
 from penstock.plan import Plan
-from penstock.state.checkpoint import CompactionTask, DeltaFile, Manifest, check_file, garbage, merge_frames
-from penstock.state.codec import checksum, decode, encode, select_slices
+from penstock.state.checkpoint import Manifest, check_file, garbage
 from penstock.state.store import Store
 
 LOG_NAME = "log/{:012d}.json"
@@ -554,7 +554,7 @@ class Runtime:
             case WarmUp():
                 self.engine.warm_up(command)
             case Compact():
-                self.engine.compact(command, lambda: self._compact(command))
+                self.engine.compact(command, lambda merging: self._compact(command, merging))
             case ReleaseEpoch():
                 self.engine.release(command.epoch)
                 self.ranges = {k: v for k, v in self.ranges.items() if k[0] >= command.epoch - 64}
@@ -717,34 +717,23 @@ class Runtime:
         self.metrics.checkpoint_bytes = sum(f.bytes for fs in manifest.files.values() for f in fs)
         self.post(ManifestWritten(self.clock(), command.epoch, command.attempt))
 
-    def _compact(self, command: Compact) -> Event:
-        """Merge checkpoint files: fewer to read at a restart. The live tables are not touched."""
-        task = command.task
-        stage = self.plan.by_id[command.stage]
-        assert stage.keyed is not None
-        layout = stage.keyed.table()
-        assert layout is not None
-        try:
-            frames = []
-            for file in task.inputs:
-                meta, frame = decode(self.store.get(file.name), file.name)
-                frames.append(select_slices(meta, frame, file.slices))
-            merged = merge_frames(frames, layout.key.names(), drop_deleted=task.drop_deleted)
-            out = self._merged_file(command.stage, task, merged)
-            self.trip("after-compact")
-        except (PenstockError, OSError) as error:
-            return Compacted(self.clock(), command.stage, task, None, str(error))
-        return Compacted(self.clock(), command.stage, task, out)
-
-    def _merged_file(self, stage: StageId, task: CompactionTask, frame: pl.DataFrame) -> DeltaFile:
+    def _compact(self, command: Compact, merging: Merging) -> Event:
         assert self.controller is not None
+        task, stage = command.task, command.stage
+        keyed = self.plan.by_id[stage].keyed
+        layout = keyed and keyed.table()
+        assert layout
         first, last = task.epoch_from, task.epoch_to
         meta = {"job": self.job_id, "stage": stage, "kind": task.kind, "epoch_from": first, "epoch_to": last}
-        data = encode(meta, frame, slices_total=self.controller.routing.slices)
         name = f"state/{stage}/{last:012d}-{self.unique()[:8]}.{task.kind}"
         self.merged.add(name)
-        self.store.put(name, data)
-        return DeltaFile(name, stage, task.kind, first, last, task.slices, frame.height, len(data), checksum(data))
+        merge = Merge(task, tuple(layout.key.names()), meta, name, self.controller.routing.slices)
+        try:
+            out = merging(self.store, merge)
+            self.trip("after-compact")
+        except (PenstockError, OSError) as error:
+            return Compacted(self.clock(), stage, task, None, str(error))
+        return Compacted(self.clock(), stage, task, out)
 
     def _collect_garbage(self, command: CollectGarbage) -> None:
         try:

@@ -35,6 +35,7 @@ from penstock.control.events import (
 from penstock.control.routing import RoutingTable
 from penstock.engines.keeper import Keeper
 from penstock.engines.local import flush_specs, task_specs
+from penstock.engines.merging import Merging, merge_here
 from penstock.engines.protocol import Post
 from penstock.engines.sim.checkers import Checkers, Violation
 from penstock.engines.sim.faults import Faults
@@ -332,10 +333,10 @@ class SimEngine:
             lambda: self._answer(lambda: WarmedUp(c.schedule.now, command.stage, command.containers)),
         )
 
-    def compact(self, command: Compact, run: Callable[[], Event]) -> None:
+    def compact(self, command: Compact, run: Callable[[Merging], Event]) -> None:
         def work() -> None:
             if not self.gone:
-                event = run()
+                event = run(merge_here)
                 self._answer(lambda: event)
 
         self.cluster.schedule.after(self.cluster.duration() * 5, work)

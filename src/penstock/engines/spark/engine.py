@@ -40,6 +40,7 @@ from penstock.control.events import (
 )
 from penstock.control.routing import RoutingTable
 from penstock.engines.local import flush_specs, task_specs
+from penstock.engines.merging import MergeAside, Merging
 from penstock.engines.protocol import Post
 from penstock.engines.spark import private
 from penstock.engines.spark.session import check_executors, is_local, open_session, ship_package, single_machine
@@ -172,6 +173,7 @@ class SparkEngine:
         self.outputs: dict[tuple[int, str], Output] = {}
         self.group = f"penstock-{self.run_id}"
         self.pool = ThreadPoolExecutor(16, thread_name_prefix="penstock-job")
+        self.merge_aside = MergeAside()
         self.lock = threading.Lock()
         self.looking = threading.Lock()
         self.asking = threading.Lock()
@@ -236,6 +238,7 @@ class SparkEngine:
         self.over.set()
         if self.watcher is not None:
             self.watcher.join()
+        self.merge_aside.close()
         self.pool.shutdown(wait=True, cancel_futures=True)
         if self.session is not None and self.owned:
             self.session.stop()
@@ -457,8 +460,8 @@ class SparkEngine:
         """A task of a slot that nobody sends anything."""
         return self.jvm.python(self._placed(1, node), self._slot(stage, index, node))
 
-    def compact(self, command: Compact, run: Callable[[], Event]) -> None:
-        self.pool.submit(lambda: self.post(run()))
+    def compact(self, command: Compact, run: Callable[[Merging], Event]) -> None:
+        self.pool.submit(lambda: self.post(run(self.merge_aside)))
 
     def cancel(self) -> None:
         self.session.sparkContext.cancelJobGroup(self.group)

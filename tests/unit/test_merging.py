@@ -1,0 +1,103 @@
+"""Merging files of checkpoints, here and in a process of its own."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from penstock.connectors.store import FsspecStore
+from penstock.engines import merging
+from penstock.engines.merging import Merge, MergeAside, merge_here
+from penstock.errors import CorruptData, PenstockError
+from penstock.state.checkpoint import CompactionTask, DeltaFile
+from penstock.state.codec import checksum, encode
+from penstock.state.store import MemoryStore, Store
+from penstock.state.table import DELETED, HASH
+
+
+def written(store: Store, name: str, epoch: int, keys: range) -> DeltaFile:
+    columns = {"k": list(keys), "n": [epoch] * len(keys), DELETED: [False] * len(keys)}
+    frame = pl.DataFrame(columns).with_columns(pl.col("k").hash(7).alias(HASH))
+    data = encode({"stage": "s"}, frame, slices_total=2)
+    store.put(name, data)
+    return DeltaFile(name, "s", "delta", epoch, epoch, (0, 1), frame.height, len(data), checksum(data))
+
+
+def merge(store: Store) -> Merge:
+    files = (written(store, "state/s/1.delta", 1, range(6)), written(store, "state/s/2.delta", 2, range(4, 9)))
+    task = CompactionTask("s", "base", files, (0, 1))
+    return Merge(task, ("k",), {"stage": "s", "kind": "base"}, "state/s/merged.base", 2)
+
+
+def test_aside_is_the_same_as_here(tmp_path: Path) -> None:
+    store = FsspecStore(str(tmp_path))
+    asked = merge(store)
+    here = merge_here(store, asked)
+    data = store.get(asked.name)
+    store.delete(asked.name)
+    aside = MergeAside()
+    assert aside(store, asked) == here and here.rows == 9
+    assert store.get(asked.name) == data
+    assert aside._running == set()
+
+
+def test_what_goes_wrong_aside_is_said_here(tmp_path: Path) -> None:
+    store = FsspecStore(str(tmp_path))
+    asked = merge(store)
+    store.put("state/s/1.delta", b"rubbish")
+    with pytest.raises(CorruptData, match=r"1\.delta"):
+        MergeAside()(store, asked)
+    store.delete("state/s/1.delta")
+    with pytest.raises((PenstockError, OSError), match=r"1\.delta"):
+        MergeAside()(store, asked)
+
+
+class OfThisProcess(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unpicklable = threading.Lock()
+
+
+def test_a_store_that_only_this_process_has_is_merged_here() -> None:
+    store = OfThisProcess()
+    asked = merge(store)
+    assert MergeAside()(store, asked).rows == 9 and store.exists(asked.name)
+
+
+def test_a_process_that_does_not_start_is_no_reason_not_to_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FsspecStore(str(tmp_path))
+    asked = merge(store)
+    monkeypatch.setattr(merging.sys, "executable", "/bin/false")
+    assert MergeAside()(store, asked).rows == 9 and store.exists(asked.name)
+
+
+def test_the_end_of_the_job_ends_a_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FsspecStore(str(tmp_path))
+    asked = merge(store)
+    (tmp_path / "sleeps").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "sleeps").chmod(0o700)
+    monkeypatch.setattr(merging.sys, "executable", str(tmp_path / "sleeps"))
+    aside = MergeAside()
+    refused: list[str] = []
+
+    def work() -> None:
+        try:
+            aside(store, asked)
+        except PenstockError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not aside._running:
+        thread.join(0.01)
+    aside.close()
+    thread.join(20)
+    assert not thread.is_alive() and not store.exists(asked.name)
+    with pytest.raises(PenstockError, match="the job is over"):
+        aside(store, asked)
+    assert len(refused) == 1

@@ -922,10 +922,30 @@ def test_without_any_node_the_job_waits_for_one() -> None:
     assert d.step(Tick(d.now)) == []
     run = one(d.come("c"), RunStage)
     assert (run.epoch, run.stage, run.attempt) == (number, IN, 2)
-    assert set(d.table(run).homes.values()) == {"c"}
+    assert dict(d.table(run).homes) == {0: "c"}
     d.finish(number)
-    assert d.runs[number, COUNT].containers == (0, 1), "containers keep their numbers"
+    assert d.runs[number, COUNT].containers == (0,), "it has one core"
     d.checkpoint()
+
+
+def test_after_the_loss_of_all_nodes_each_that_comes_takes_its_share() -> None:
+    d = fleet("a", "b", "c", backups=1, grows=False)
+    number = d.begin()
+    d.lose("a", "b", "c")
+    d.failed(number, IN)
+    d.now += 60.0
+    d.come("d")
+    d.run_again()
+    d.checkpoint()
+    assert d.controller.routing.homes == {0: "d"}
+    d.come("e")
+    d.until(lambda: not d.phases and len(set(d.controller.routing.owners[COUNT])) == 2, most=20)
+    assert d.controller.routing.homes == {0: "d", 1: "e"}
+    d.come("f")
+    d.until(lambda: not d.phases and len(set(d.controller.routing.owners[COUNT])) == 3, most=20)
+    assert d.controller.routing.homes == {0: "d", 1: "e", 2: "f"} and not d.controller.short
+    assert d.controller.routing.instances[COUNT] == 3
+    assert all(held for held in d.controller.routing.holders[COUNT])
 
 
 def test_a_node_lost_while_slices_switch_and_copies_are_kept() -> None:

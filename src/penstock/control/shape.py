@@ -79,6 +79,9 @@ class Shape:
         """Of those, the ones given back. They are not used again, even if they take a while to go."""
         self.lost_all_at: float | None = None
         """When the last node was lost, until enough have come back."""
+        self.short = False
+        """All nodes were lost, and too few came back: containers that do not fit on these have no home until others
+        come. If they had one they would stay there for good."""
         self.invited = 0
         """Nodes that were asked for and have not come yet."""
         self.bad_holders: set[str] = set()
@@ -386,6 +389,9 @@ class Shape:
         current = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
         homes = placement.homes(count, staying, current, self.cores) if staying else current
         homes = {c: n for c, n in homes.items() if c in current or wanted is None or c in wanted}
+        if self.short:
+            self.short = len(fitting := within_slots(sorted(homes), homes, self._room())) < len(homes)
+            homes = {c: homes[c] for c in fitting}
         if homes != dict(self.routing.homes) or not self.routings:
             self._amend(homes=homes)
 
@@ -463,11 +469,28 @@ class Shape:
         if self.lost_all_at is None:
             return False
         enough = sum(n.cores for n in self.nodes.values()) >= len(self._working())
-        if enough or (self.nodes and now - self.lost_all_at > GATHER_S):
-            self.lost_all_at = None
-            self._house()
-            return False
-        return True
+        if not enough and (not self.nodes or now - self.lost_all_at <= GATHER_S):
+            return True
+        self.lost_all_at = None
+        self.short = not enough
+        self._house()
+        if self.short:
+            self._make_do()
+        return False
+
+    def _room(self) -> dict[str, int]:
+        return {n.name: self.cores.get(n.name, n.cores) for n in self.nodes.values()}
+
+    def _make_do(self) -> None:
+        """Not all nodes have come back: the containers that have a home take over all slices."""
+        homes, owners = self.routing.homes, dict(self.routing.owners)
+        for stage, before in owners.items():
+            peers = [Peer(c, n, self.nodes[n].zone) for c, n in homes.items() if c < self.routing.instances[stage]]
+            owners[stage] = placement.takeover(before, set(before) - homes.keys(), {}, peers)  # type: ignore[assignment]
+        self._set_routing(self.routing.change(owners=owners))
+        self._rehold()
+        for run in self.in_flight.values():  # all of them are to run again, and none has begun
+            run.routing = self.routing
 
     def _grow(self, nodes: Sequence[NodeInfo]) -> list[Command]:
         """Nodes that no container was left for: every stage gets more of them."""

@@ -33,7 +33,7 @@ demo: setup ## the demonstration: the top words of a sliding window, rescaled wh
 
 test: setup ## the import contracts and every test
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/python -m pytest $(ARGS)
+	@PYTHON=$(BIN)/python scripts/test.sh $(ARGS)
 
 bench: setup ## a benchmark with its peers: make bench NAME=words ARGS="--quick"
 	@$(BIN)/penstock bench $(NAME) $(ARGS)

@@ -1031,3 +1031,20 @@ def test_who_cannot_hold_backups_gets_no_more_of_them() -> None:
     holders = d.table(d.runs[d.epoch(), COUNT]).holders[COUNT]
     assert all(2 not in held and len(held) == 1 for held in holders)
     assert 2 in d.controller.routing.owners[COUNT], "it still works"
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_deltas_come_with_the_next_epoch_and_are_asked_for_only_when_there_is_none() -> None:
+    """A task that waits for them would make those of the next epoch wait."""
+    d = fleet("a", "b")
+    d.writing = False
+    d.controller.checkpoint_wanted = True
+    sealed = d.epoch()
+    assert d.controller.checkpoint is not None and d.controller.checkpoint.epoch == sealed
+    d.epoch()
+    assert not any(isinstance(c, Flush) for c in d.commands), "there is input: nobody asks"
+    d.step(NothingNew(d.now, d.controller.next_epoch))
+    flush = one(d.commands, Flush)
+    assert flush.epoch == sealed and flush.containers == {COUNT: (0, 1), WIN: (0, 1)}

@@ -676,9 +676,10 @@ class Controller(Shape):
         """With nothing under way: finish a checkpoint, change the routing, or end."""
         if self.in_flight or self.planning:
             return []
-        if self.checkpoint is not None:
-            return self._flush()
         over = self.stopping or self.final or self._enough()
+        if self.checkpoint is not None:
+            # Deltas come with the reports of the next epoch. Asking for them would make its tasks wait behind us.
+            return self._flush() if over or self.rescales or self.idle_since is not None else []
         if (over or self.rescales) and self.handed:  # there is no next epoch to switch in
             self.migration.recall(self.handed, now)
             self.handed = []

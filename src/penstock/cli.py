@@ -333,7 +333,7 @@ def _print_jobs(as_json: bool) -> None:
 
     listing = running_jobs()
     notes = Console(stderr=True)
-    for note in listing.notes:
+    for note in listing.said():
         notes.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
     jobs = []
     for contact in listing.jobs:

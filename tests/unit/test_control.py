@@ -295,6 +295,18 @@ def test_a_file_whose_process_is_gone_is_removed_and_said_so() -> None:
     assert find_job("words").file == server.contact.file
 
 
+def test_many_that_were_killed_are_one_line() -> None:
+    _, server = served()
+    for number in range(5):
+        stale(server, process_start="another time", name=f"old-{number % 2}").rename(
+            Path(server.contact.file).with_name(f"left-{number}.json")
+        )
+    said: list[str] = []
+    assert find_job("words", note=said.append).file == server.contact.file
+    assert said == ["5 jobs (old-0, old-1) are not running: their processes are gone. The files they left were removed."]
+    assert running_jobs().said() == []
+
+
 def test_a_process_number_used_again_does_not_revive_a_job() -> None:
     _, server = served()
     stale(server, process_start="another time", name="old")

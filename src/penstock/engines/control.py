@@ -206,6 +206,18 @@ class Listing:
     gone: tuple[Contact, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def said(self, but: str | None = None) -> list[str]:
+        """What is worth saying, in a line each; not of jobs that are called ``but``."""
+        gone = [contact for contact in self.gone if but is None or not contact.is_called(but)]
+        return [*self.notes, *([_left_behind(gone)] if gone else [])]
+
+
+def _left_behind(gone: Sequence[Contact]) -> str:
+    if len(gone) == 1:
+        return f"job {gone[0].said()} is not running: its process is gone. The file it left behind was removed."
+    names = ", ".join(sorted({contact.name for contact in gone}))
+    return f"{len(gone)} jobs ({names}) are not running: their processes are gone. The files they left were removed."
+
 
 def running_jobs(environ: Mapping[str, str] | None = None) -> Listing:
     """Looks in all places, and removes the files of processes that are gone."""
@@ -229,9 +241,6 @@ def running_jobs(environ: Mapping[str, str] | None = None) -> Listing:
                 continue
             _remove(contact)
             gone.append(contact)
-            notes.append(
-                f"job {contact.said()} is not running: its process is gone. The file it left behind was removed."
-            )
     return Listing(tuple(sorted(jobs, key=lambda c: (c.name, c.since))), tuple(gone), tuple(notes))
 
 
@@ -249,10 +258,8 @@ def find_job(
     ``note`` is told what else came to light.
     """
     listing = running_jobs(environ)
-    asked_for = [contact.said() for contact in listing.gone if contact.is_called(target)]
-    for text in listing.notes:
-        if not any(said in text for said in asked_for):  # of that one the refusal below speaks
-            note(text)
+    for text in listing.said(but=target):  # of that one the refusal below speaks
+        note(text)
     found = [contact for contact in listing.jobs if contact.is_called(target)]
     if len(found) > 1:
         choices = "; ".join(contact.said() for contact in found)
@@ -272,7 +279,7 @@ def find_job(
     for contact in listing.gone:
         if contact.is_called(target):
             raise ControlError(
-                f"job {contact.said()} is not running: its process is gone. The file it left behind was removed.",
+                _left_behind([contact]),
                 remedy=f"Start it again with penstock run. {remedy}",
             )
     raise ConfigError(f"there is no running job '{target}'.", remedy=remedy)

@@ -303,7 +303,9 @@ def test_many_that_were_killed_are_one_line() -> None:
         )
     said: list[str] = []
     assert find_job("words", note=said.append).file == server.contact.file
-    assert said == ["5 jobs (old-0, old-1) are not running: their processes are gone. The files they left were removed."]
+    assert said == [
+        "5 jobs (old-0, old-1) are not running: their processes are gone. The files they left were removed."
+    ]
     assert running_jobs().said() == []
 
 

@@ -140,7 +140,8 @@ class KeyedTable:
         self._live: Mask = np.zeros(_ROWS_FIRST, dtype=np.bool_)
         # _mark[row] is the position of the row's last first-touch, counted over the table's whole life: a row is in the
         # active fragment exactly when its mark is at or after _active_start. So a new fragment needs no clearing.
-        self._mark: Rows = np.full(_ROWS_FIRST, -1, dtype=np.int64)
+        # They begin at 1: 0 is "never", so that room for more rows is zeros, which the system gives for nothing.
+        self._mark: Rows = np.zeros(_ROWS_FIRST, dtype=np.int64)
         self._columns: dict[str, Array] = {
             name: np.full(_ROWS_FIRST, kind.fill, dtype=kind.dtype) for name, kind in self.spec.values.items()
         }
@@ -148,8 +149,8 @@ class KeyedTable:
         self._index = _Index()
         self._base_epoch = epoch
         self._sealed: list[_Log] = []
-        self._marks_given = 0
-        self._active_start = 0
+        self._marks_given = 1
+        self._active_start = 1
         self._active = _Log()
         self._encoded: _Encoded | None = None
         self._object_bytes_mean = 64.0
@@ -420,7 +421,7 @@ class KeyedTable:
             size = max(end, 2 * self._hash.size)
             self._hash = _grown(self._hash, size, 0)
             self._live = _grown(self._live, size, False)
-            self._mark = _grown(self._mark, size, -1)
+            self._mark = _grown(self._mark, size, 0)
             for name, kind in self.spec.values.items():
                 self._columns[name] = _grown(self._columns[name], size, kind.fill)
         self._hash[self._rows : end] = hashes
@@ -502,7 +503,7 @@ class KeyedTable:
 
     def _forget_history(self, rows: Rows) -> None:
         """As though the rows had always been what they are now."""
-        self._mark[rows] = -1
+        self._mark[rows] = 0
         logs = [log for log in [*self._sealed, self._active] if log.count()]
         if not rows.size or not logs:
             return
@@ -541,7 +542,7 @@ class KeyedTable:
         size = max(_ROWS_FIRST, stays.size)
         self._hash = _grown(self._hash[stays], size, 0)
         self._live = _grown(self._live[stays], size, False)
-        self._mark = _grown(self._mark[stays], size, -1)
+        self._mark = _grown(self._mark[stays], size, 0)
         for name, kind in self.spec.values.items():
             self._columns[name] = _grown(self._columns[name][stays], size, kind.fill)
         self._keys.keep(stays)
@@ -785,9 +786,10 @@ def _detached(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _grown(array: Array, size: int, fill: Any) -> Array:
-    grown = np.empty(size, dtype=array.dtype)
+    """A copy with room for more. Zeros are left to the system, which gives memory when it is first written to."""
+    zeros = array.dtype.kind != "O" and fill == 0
+    grown = np.zeros(size, dtype=array.dtype) if zeros else np.full(size, fill, dtype=array.dtype)
     grown[: array.size] = array
-    grown[array.size :] = fill
     return grown
 
 

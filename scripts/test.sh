@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# All tests, in two halves side by side: those that start Spark wait a good deal, the others compute. What the first
-# half says comes after the other's. With arguments: one pytest, with these.
+# All tests: first those without Spark, in two halves side by side, then those that start it, which take all there is of
+# a small machine. With arguments: one pytest, with these.
 set -uo pipefail
 python=${PYTHON:-.venv/bin/python}
 if (($#)); then
     exec "$python" -m pytest "$@"
 fi
 said=$(mktemp)
-"$python" -m pytest -m spark -p no:cacheprovider >"$said" 2>&1 &
-spark=$!
-trap 'kill "$spark" 2>/dev/null; rm -f "$said"' EXIT
-"$python" -m pytest -m "not spark"
-rest=$?
-echo "waiting for the tests on Spark"
-wait "$spark"
-code=$?
+"$python" -m pytest -m "not spark" -p no:cacheprovider tests/property tests/sim >"$said" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2>/dev/null; rm -f "$said"' EXIT
+code=0
+"$python" -m pytest -m "not spark" --ignore=tests/property --ignore=tests/sim || code=$?
+echo "waiting for the tests in tests/property and tests/sim"
+wait "$beside" || code=$?
 cat "$said"
-exit $((code ? code : rest))
+"$python" -m pytest -m spark || code=$?
+exit "$code"

@@ -329,7 +329,8 @@ def test_it_runs_on_spark_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["exact"] is True and result["windows"] > 0
-    assert result["rescale"]["slices_moved"] in (0, 32), "all of them, or the demonstration ended before the moves did"
+    moved = result["rescale"]["slices_moved"]
+    assert 0 <= moved <= 40, "about half of the 64, by load; fewer if the demonstration ended before the moves did"
     assert result["late"] == 0 and result["recoveries"] == 0
     assert (tmp_path / "run.png").stat().st_size > 10_000
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.png", "tmp"]

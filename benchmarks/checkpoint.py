@@ -243,7 +243,7 @@ def epoch_times(place: Path, state_mb: int, epochs: int, rounds: int = 1) -> lis
         many = min(epochs, FULL_EPOCHS_MAX) if contender == SYNC and state_mb > FULL_MB_MAX else epochs
         args = {"input": str(place / "in"), "work": str(work), "load": load, "epochs": many}
         figures = common.run_contender(MODULE, contender, args, work, seconds_max=2 * common.CONTENDER_S_MAX)
-        unread = sorted((place / "in").iterdir())[load + many :]
+        unread = sorted((place / "in").glob("*.parquet"))[load + many :]
         common.check_counts(pl.read_parquet(work / "counts" / "*.parquet"), without(truth, unread), contender)
         shutil.rmtree(work, ignore_errors=True)
         return figures

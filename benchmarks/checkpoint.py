@@ -234,9 +234,9 @@ def epoch_times(place: Path, state_mb: int, epochs: int, rounds: int = 1) -> lis
     """The same state and the same epochs, checkpointed in the two ways. Full snapshots of much state take minutes for a
     few epochs: then fewer of them do.
     """
-    keys = state_mb * 1_000_000 // BYTES_PER_KEY
+    load = -(-state_mb * 1_000_000 // (BYTES_PER_KEY * EPOCH_ROWS))
+    keys = load * EPOCH_ROWS  # whole epochs: epochs go by rows, not by files
     truth = write_growth(place / "in", keys, epochs)
-    load = -(-keys // EPOCH_ROWS)
 
     def one(contender: str, number: int) -> Figures:
         work = place / "work"

@@ -3,31 +3,36 @@
 A test file of this directory holds both halves: the tests, and under ``if __name__ == "__main__"`` the job, which is
 run as a script and prints what it found as one line of JSON. Operators that are defined in it travel to executors by
 value, as a user's do. The rest of what both halves need is here: the way to run the script, to find the executors, to
-wait for something that the controller knows, and to compare what sinks have.
+wait for something that the controller knows, to compare what sinks have, and to start a cluster's daemons.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import psutil
+import pyspark
 
 import penstock as ps
 from penstock.control.controller import Controller
 from penstock.engines.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
+SPARK_HOME = Path(pyspark.__file__).parent
+UP_S = 90.0
 
 
 def run(script: str, *args: object, timeout_s: float) -> dict[str, Any]:
@@ -49,6 +54,44 @@ def run(script: str, *args: object, timeout_s: float) -> dict[str, Any]:
 def say(**found: object) -> None:
     """What the script found: its last line."""
     print(json.dumps(found), flush=True)
+
+
+@contextlib.contextmanager
+def daemon(name: str, *args: str, ready: str, work: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """One of Spark's daemons, and what ``ready`` matched in its log. Ended with the block."""
+    env = {
+        **os.environ,
+        "SPARK_HOME": str(SPARK_HOME),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_WORKER_DIR": str(work),
+        "SPARK_DAEMON_JAVA_OPTS": "-Dspark.decommission.enabled=true -XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    }
+    on = ["--host", "127.0.0.1", "--port", "0", "--webui-port", "0"]
+    command = [str(SPARK_HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *on, *args]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+    seen: list[str] = []
+    found = threading.Event()
+
+    def read() -> None:
+        for text in process.stdout or ():
+            seen.append(text)
+            if re.search(ready, text):
+                found.set()
+        found.set()  # it ended
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        assert found.wait(UP_S), f"{name} is not up:\n{''.join(seen[-20:])}"
+        match = re.search(ready, "".join(seen))
+        assert match, f"{name} ended:\n{''.join(seen[-20:])}"
+        yield process, match[0]
+    finally:
+        process.terminate()
+        process.wait(30)
+        reader.join(10)
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def executors() -> list[psutil.Process]:

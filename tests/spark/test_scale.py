@@ -9,23 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyspark
 import pytest
+
+from tests.spark.child import daemon
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).resolve().parents[2]
-SPARK_HOME = Path(pyspark.__file__).parent
-UP_S = 90.0
 
 COMMON = """
 import json, sys, threading, time
@@ -176,44 +173,6 @@ def line(process: subprocess.Popen[str], place: Path) -> str:
     said = process.stdout.readline()
     assert said, (place / "stderr").read_text()[-4_000:]
     return said.strip()
-
-
-@contextlib.contextmanager
-def daemon(name: str, *args: str, ready: str, work: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """One of Spark's daemons, and what ``ready`` matched in its log. Ended with the block."""
-    env = {
-        **os.environ,
-        "SPARK_HOME": str(SPARK_HOME),
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "SPARK_WORKER_DIR": str(work),
-        "SPARK_DAEMON_JAVA_OPTS": "-Dspark.decommission.enabled=true -XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-    }
-    on = ["--host", "127.0.0.1", "--port", "0", "--webui-port", "0"]
-    command = [str(SPARK_HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *on, *args]
-    process = subprocess.Popen(command, env=env, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
-    seen: list[str] = []
-    found = threading.Event()
-
-    def read() -> None:
-        for text in process.stdout or ():
-            seen.append(text)
-            if re.search(ready, text):
-                found.set()
-        found.set()  # it ended
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        assert found.wait(UP_S), f"{name} is not up:\n{''.join(seen[-20:])}"
-        match = re.search(ready, "".join(seen))
-        assert match, f"{name} ended:\n{''.join(seen[-20:])}"
-        yield process, match[0]
-    finally:
-        process.terminate()
-        process.wait(30)
-        reader.join(10)
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 def test_executors_are_asked_for_and_given_back(tmp_path: Path) -> None:

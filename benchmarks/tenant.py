@@ -104,9 +104,9 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
 
 def done_by(counts: Counts, at: float) -> float:
     """How much the neighbour had done at a moment, evenly between what it said before and after."""
-    index = bisect_right([when for when, _ in counts], at)
-    if index == 0 or index == len(counts):
+    if not counts or not counts[0][0] <= at <= counts[-1][0]:
         raise EngineError("the neighbour said nothing at the time asked for", remedy="Look at the contender's log.")
+    index = min(bisect_right([when for when, _ in counts], at), len(counts) - 1)
     (a, before), (b, after) = counts[index - 1], counts[index]
     return before + (after - before) * (at - a) / (b - a)
 
@@ -287,7 +287,7 @@ def penstock(args: dict[str, Any], moves: str = "live", move_mb_s: float = MOVE_
     with neighbour(work) as other:
         begin = time.monotonic()
         wait_for(lambda: time.monotonic() - begin > BEFORE_S, BEFORE_S * 2)
-        alone = rate_in(other.counts, begin, other.counts[-1][0])
+        alone = rate_in(other.counts, max(begin, other.counts[0][0]), other.counts[-1][0])
         job, recorder = migrate.start_totals(
             args,
             master=f"local-cluster[{EXECUTORS},1,{EXECUTOR_MB}]",

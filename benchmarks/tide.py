@@ -1,9 +1,11 @@
 """The load rises to four times what it was, and falls again: does the number of instances follow, and who notices?
 
 After figure 17 of TimeStream: 10,000 events a second, 40,000 for a while, 10,000 again. Each event costs some Python
-work, measured out on this machine so that one instance is a quarter busy at first: at high water one instance would
-have no time left. A policy (``safe-rate``) watches the job and rescales it; nobody else does. Beside it runs the same
-job with one instance and no policy.
+work and a wait, as for an answer from somewhere else, so long that one instance spends a quarter of its time on it at
+first: at high water one instance would have no time left. (A wait, not a computation: four instances that compute all
+the time would need four cores, and this is about how a job is spread, not how a machine is shared.) A policy
+(``safe-rate``) watches the job and rescales it; nobody else does. Beside it runs the same job with one instance and no
+policy.
 
 The latency of a file is the time from when it appeared until the output of all its rows was committed. Each file
 counts, also those that wait while the job is too small. The file is there at its time whatever the job does: a job that
@@ -48,7 +50,9 @@ TICK_S = 0.25
 KEYS = 20_000
 POOL_FILES = 40
 BUSY_LOW = 0.25
-"""What one instance should be busy with the work on the events at low water."""
+"""The share of its time that one instance waits for answers at low water."""
+WAIT_S_MIN = 0.002
+"""Waits of single events are too short to be kept: they are saved up."""
 SPIKE_S = 30.0
 """How long after a change of the load a spike counts as its doing."""
 RUN_S_MAX = 1_200.0
@@ -287,13 +291,16 @@ class Totals(msgspec.Struct):
 
 
 class Scored(ps.Operator):
-    """A running count and sum of each key, and for each event as much work as ``turns`` says."""
+    """A running count and sum of each key, and a wait for each event."""
 
-    def __init__(self, turns: int) -> None:
-        self.turns = turns
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+        self.owed_s = 0.0
 
     def on_event(self, key: str, event: Any, state: ps.Value[Totals], emit: Any) -> None:
-        work(self.turns)
+        self.owed_s += self.wait_s
+        if self.owed_s > WAIT_S_MIN:
+            self.owed_s -= waited(self.owed_s)
         totals = state.get() or Totals(0, 0)
         totals.n += 1
         totals.total += event.amount
@@ -301,23 +308,11 @@ class Scored(ps.Operator):
         emit(key=key, n=totals.n, total=totals.total)
 
 
-def work(turns: int) -> int:
-    """Something that takes a while, and longer the more turns it takes."""
-    x = 1
-    for number in range(turns):
-        x = (x * 31 + number) % 1_000_003
-    return x
-
-
-def turns_for(seconds: float, clock: Any = time.perf_counter) -> int:
-    """How many turns of ``work`` take so long here: the best of a few tries, for others may run beside us."""
-    probe = 20_000
-    took = []
-    for _ in range(5):
-        begin = clock()
-        work(probe)
-        took.append(clock() - begin)
-    return max(1, round(seconds * probe / min(took)))
+def waited(seconds: float, clock: Any = time.perf_counter, sleep: Any = time.sleep) -> float:
+    """Wait so long; how long it was."""
+    begin = clock()
+    sleep(seconds)
+    return float(clock() - begin)
 
 
 def penstock(args: dict[str, Any], policy: Literal["safe-rate"] | None = "safe-rate") -> Iterator[Figures]:
@@ -326,12 +321,10 @@ def penstock(args: dict[str, Any], policy: Literal["safe-rate"] | None = "safe-r
     tide = Tide(**args["tide"])
     place = Path(args["work"])
     (place / "in").mkdir(parents=True)
-    turns = turns_for(BUSY_LOW / ROWS_S)
-    common.note(f"{turns} turns for each event")
     flow = ps.Flow("tide")
     source = flow.source("in", ps.files(f"{place}/in/*.parquet", follow=True, schema={KEY: str, "amount": int}))
     schema = {KEY: pl.String(), COUNT: pl.Int64(), SUM: pl.Int64()}
-    scored = source.key_by(KEY).process(OPERATOR, Scored(turns), schema=schema)
+    scored = source.key_by(KEY).process(OPERATOR, Scored(BUSY_LOW / ROWS_S), schema=schema)
     scored.sink("out", ps.parquet(str(place / "out"), durable=False))
     config = ps.Config(
         master=f"local-cluster[{EXECUTORS},1,{EXECUTOR_MB}]",

@@ -18,6 +18,7 @@ STEADY = [(float(t), 100.0 * t) for t in range(41)]
 def test_work_done_is_read_between_what_was_said() -> None:
     counts = [(10.0, 0.0), (11.0, 100.0), (13.0, 200.0)]
     assert tenant.done_by(counts, 10.25) == 25.0 and tenant.done_by(counts, 12.0) == 150.0
+    assert tenant.done_by(counts, 10.0) == 0.0 and tenant.done_by(counts, 13.0) == 200.0
     assert tenant.rate_in(counts, 10.5, 12.0) == pytest.approx(100 / 1.5)
     for outside in (9.9, 13.5):
         with pytest.raises(EngineError, match="said nothing"):

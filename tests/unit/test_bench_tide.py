@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -82,10 +83,30 @@ def test_the_feeder_gives_more_at_high_water(tmp_path: Path, monkeypatch: pytest
     assert all(a.at_s <= b.at_s for a, b in zip(feeder.files, feeder.files[1:], strict=False))
 
 
-def test_work_is_measured_out_by_the_fastest_try() -> None:
-    times = iter([0.0, 1.0, 1.0, 1.5, 2.0, 9.0, 9.0, 10.0, 10.0, 11.0])
-    assert tide.turns_for(0.1, lambda: next(times)) == 4_000  # 20,000 turns in half a second
-    assert tide.work(3) == ((1 * 31 + 0) * 31 + 1) * 31 + 2
+def test_waits_are_saved_up_and_what_was_too_much_counts_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def late(seconds: float) -> float:
+        asked.append(round(seconds, 6))
+        return seconds + 0.001
+
+    times = iter([1.0, 1.5])
+    assert tide.waited(0.4, lambda: next(times), asked.append) == 0.5 and asked.pop() == 0.4
+    monkeypatch.setattr(tide, "waited", late)
+    operator, state = tide.Scored(0.0005), Kept()
+    for _ in range(20):
+        operator.on_event("a", SimpleNamespace(amount=1), state, lambda **row: None)  # type: ignore[arg-type]
+    assert asked == [0.0025] * 3 and state.kept == tide.Totals(20, 20)
+
+
+class Kept:
+    kept: Any = None
+
+    def get(self) -> Any:
+        return self.kept
+
+    def set(self, value: Any) -> None:
+        self.kept = value
 
 
 def test_a_whole_run_with_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
+from penstock.state import keys as keys_module
+from penstock.state import memory as memory_module
 from penstock.state import table as table_module
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.table import DELETED, HASH, KeyedTable, TableSpec, numeric, objects
@@ -97,7 +99,7 @@ def test_growth_over_many_calls_and_chunks() -> None:
         add(table, keys[chosen])
         for i in chosen.tolist():
             expected[f"word number {i}"] = expected.get(f"word number {i}", 0) + 1
-    assert len(table._keys._chunks) > 1, "this test is about several chunks"
+    assert len(table._keys._pieces) > 1, "this test is about several chunks"
     table.validate()
     assert contents(table) == expected
     found = find(table, keys)
@@ -120,7 +122,8 @@ def test_key_types(dtype: pl.DataType) -> None:
     table = KeyedTable(TableSpec(keys.schema, {"n": numeric(np.int32)}))
     add(table, keys[:2])
     add(table, keys)
-    assert repr(contents(table)) == repr(dict(zip(keys.get_column("k").to_list(), [2, 2, 1], strict=True)))
+    expected = dict(zip(keys.get_column("k").to_list(), [2, 2, 1], strict=True))
+    assert sorted(map(repr, contents(table).items())) == sorted(map(repr, expected.items()))
     copy = KeyedTable(table.spec)
     copy.load(table.seal(1).frame())
     assert sorted(contents(copy).values()) == [1, 2, 2]
@@ -147,7 +150,7 @@ def test_a_fragment_is_a_copy_from_the_time_of_the_seal() -> None:
     assert frame.schema == spec.frame_schema()
     assert frame.select("w", "n", DELETED).rows() == [("a", 1, False), ("b", 1, False)]
     assert pickle.loads(frame.get_column("o")[0]) == ["x"] and frame.get_column("o")[1] is None
-    assert table.undo_to(1) and table.column("o")[table.live_rows()].tolist() == [["x"], None]
+    assert table.undo_to(1) and table.column("o")[find(table, words("a", "b"))].tolist() == [["x"], None]
 
 
 def test_an_object_is_encoded_once_for_each_change() -> None:
@@ -165,7 +168,7 @@ def test_an_object_is_encoded_once_for_each_change() -> None:
     table.seal(3)
     add(table, words("b"))
     assert codec.encoded == 4
-    assert table.undo_to(1) and table.column("o")[table.live_rows()].tolist() == ["x", "y"]
+    assert table.undo_to(1) and table.column("o")[find(table, words("a", "b"))].tolist() == ["x", "y"]
 
 
 def test_a_key_that_comes_and_goes_leaves_no_trace_but_a_deleted_one_does() -> None:
@@ -205,14 +208,14 @@ def test_sweeping_frees_the_dead_and_keeps_what_undo_needs() -> None:
     table.delete(find(table, many(4990)))
     table.seal(2)
     table.validate()
-    assert table.keys(np.arange(table._rows)).height == 5000, "undo to 1 must still be possible"
+    assert table.rows_held == 5000, "undo to 1 must still be possible"
     held = table.nbytes
     assert table.undo_to(1) and len(contents(table)) == 5000
     table.delete(find(table, many(4990)))
     table.seal(3)
     table.release(3)
     table.validate()
-    assert table._rows == 10 and table.nbytes < held / 10
+    assert table.rows_held == 10 and table.nbytes < held / 10
     assert contents(table) == {f"word number {i}": 1 for i in range(4990, 5000)}
     add(table, many(20, 4980))
     assert table.undo_to(3) and len(contents(table)) == 10
@@ -226,7 +229,7 @@ def test_endless_new_keys_that_die_do_not_grow_the_table() -> None:
         table.delete(rows[:99])
         table.seal(epoch)
         table.release(epoch)
-        sizes.append(table._rows)
+        sizes.append(table.rows_held)
     assert max(sizes) <= 500 and table.rows_live == 59
 
 
@@ -279,7 +282,7 @@ def test_keys_do_not_hold_on_to_the_batch_they_came_from() -> None:
     batch = words(*(f"{i:05d}" + "x" * 1000 for i in range(2000)))
     table = KeyedTable(WORDS)
     add(table, batch[::500])
-    arrow: Any = table._keys._chunks[0].get_column("w").to_arrow(compat_level=pl.CompatLevel.newest())
+    arrow: Any = table._keys._pieces[0].get_column("w").to_arrow(compat_level=pl.CompatLevel.newest())
     assert sum(buffer.size for buffer in arrow.buffers()[2:] if buffer is not None) < 10_000
 
 
@@ -290,13 +293,14 @@ def test_an_epoch_gathers_only_the_keys_it_touches(monkeypatch: pytest.MonkeyPat
     table.seal(1)
     table.release(1)
     taken: list[int] = []
-    real = table_module._take
+    real = keys_module.take
 
     def counting(frame: pl.DataFrame, rows: Any) -> pl.DataFrame:
         taken.append(len(rows))
         return real(frame, rows)
 
-    monkeypatch.setattr(table_module, "_take", counting)
+    monkeypatch.setattr(keys_module, "take", counting)
+    monkeypatch.setattr(table_module, "take", counting)
     add(table, many(100, 49_950))
     fragment = table.seal(2)
     assert fragment.rows == 100 and max(taken) <= 4200, "at most the smallest chunk is copied with it"
@@ -346,5 +350,90 @@ def test_a_sweep_keeps_the_dead_that_an_undo_may_revive() -> None:
     add(table, many(500, 1000))
     assert table.undo_to(2)  # leaves 500 dead rows that nobody needs, beside 30 that undo to 1 needs
     table.validate()
-    assert table._rows == 60 and table.rows_live == 30
+    assert table.rows_held == 60 and table.rows_live == 30
     assert table.undo_to(1) and contents(table) == {f"word number {i}": 1 for i in range(60)}
+
+
+def crowded(keys: pl.DataFrame) -> np.ndarray:
+    """Hashes of two parts alone, so that a few thousand keys fill many blocks."""
+    hashes = hash_columns(keys, ["w"])
+    return (hashes >> np.uint64(8)) | ((hashes & np.uint64(1)) << np.uint64(63))
+
+
+def test_many_blocks_chunks_and_mappings_agree_with_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens to millions of keys, with the limits so low that thousands do."""
+    for module, name, value in (
+        (keys_module, "CHUNK_BITS", 8),
+        (keys_module, "CHUNK", 256),
+        (memory_module, "MAPPED_BYTES_MIN", 4096),
+        (table_module, "_BLOCK_ROWS_MAX", 128),
+        (table_module, "_SWEPT_AT_ONCE", 500),
+    ):
+        monkeypatch.setattr(module, name, value)
+    chance = np.random.default_rng(5)
+    spec = TableSpec(WORDS.key, {"n": numeric(np.int64), "low": numeric(np.float64, np.inf)})
+    table = KeyedTable(spec, sweep_rows_min=10)
+    state: dict[str, int] = {}
+    sealed = dict(state)
+    for epoch in range(1, 80):
+        begin = int(chance.integers(0, 6000))
+        keys = many(int(chance.integers(1, 400)), begin)
+        rows, _ = table.upsert(crowded(keys), keys)
+        table.column("n")[rows] += epoch
+        table.column("low")[rows] = np.minimum(table.column("low")[rows], epoch)
+        for word in keys["w"].to_list():
+            state[word] = state.get(word, 0) + epoch
+        gone = many(int(chance.integers(1, 500)), int(chance.integers(0, 6000)))
+        rows = table.find(crowded(gone), gone)
+        table.delete(rows[rows >= 0])
+        for word in gone["w"].to_list():
+            state.pop(word, None)
+        what = chance.integers(0, 6)
+        if what == 0:
+            assert table.undo_to(table.epochs()[-1])
+            state = dict(sealed)
+        elif what == 1:  # a slice leaves and comes back, whole parts or the half of one
+            total = int(chance.choice([2, 512]))
+            leaving = [int(chance.integers(0, total))]
+            frame = table.export(leaving, total)
+            table.drop_slices(leaving, total)
+            table.validate()
+            assert table.rows_live == len(state) - frame.height
+            table.load(frame)
+            sealed = {w: n for w, n in sealed.items() if w not in state or n == state[w]}
+            table.seal(epoch)
+            sealed = dict(state)
+        else:
+            table.seal(epoch)
+            sealed = dict(state)
+        if what > 3:
+            table.release(table.epochs()[-1])
+        table.validate()
+        assert contents(table) == state
+    assert len(table._keys._pieces) > 2 and table._hash._mapping is not None, "this test is about many of them"
+
+
+def test_a_column_grows_in_place_or_is_copied() -> None:
+    column = memory_module.Column(np.int64)
+    column.grow(memory_module.MAPPED_BYTES_MIN)
+    column.array[:100] = np.arange(100)
+    mapping = column._mapping
+    column.grow(4 * column.array.size)
+    assert column._mapping is mapping and mapping is not None, "it was copied"
+    seen = column.array[:100]
+    column.grow(2 * column.array.size)
+    assert column._mapping is not mapping, "somebody looks at it: it must stay where it is"
+    assert seen.tolist() == column.array[:100].tolist() == list(range(100))
+    column.array[:] = 7
+    column.clear(100, 100_000)
+    assert column.array[98:100].tolist() == [7, 7] and column.array[100_000] == 7
+    assert not column.array[100:100_000].any()
+
+
+def test_a_column_holds_its_fill_wherever_nothing_was_written() -> None:
+    for column, fill in ((memory_module.Column(np.float64, np.inf), np.inf), (memory_module.Column(object), None)):
+        for size in (10, 100, 300_000):
+            column.grow(size)
+            assert set(column.array[:size].tolist()) == {fill}
+            column.array[5:size] = 1
+            column.clear(0, size)

@@ -78,7 +78,7 @@ def shares(rates: Sequence[float], owners: Sequence[int], busy: Mapping[int, flo
     whole: dict[int, float] = {}
     for s, container in enumerate(owners):
         whole[container] = whole.get(container, 0.0) + rates[s]
-    return [busy.get(c, 0.0) * rates[s] / whole[c] if whole[c] > 0 else 0.0 for s, c in enumerate(owners)]
+    return [busy.get(c, 0.0) * (rates[s] / whole[c]) if whole[c] > 0 else 0.0 for s, c in enumerate(owners)]
 
 
 def within_slots(containers: Iterable[int], homes: Mapping[int, str], slots: Mapping[str, int]) -> list[int]:

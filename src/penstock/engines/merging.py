@@ -90,6 +90,12 @@ class MergeAside:
                 self._running.discard(process)
         if self._closed:
             raise PenstockError("the job is over: nothing is merged any more.")
+        if process.returncode < 0:
+            raise PenstockError(
+                f"the process that merges files of checkpoints was ended by signal {-process.returncode}.",
+                remedy="Give the driver's machine more memory, if it was that. Until a merge succeeds a restart reads "
+                "more files; nothing is lost.",
+            )
         if process.returncode != 0:
             return merge_here(store, merge)  # it could not start, or could not find what it needs
         outcome: DeltaFile | PenstockError | OSError = pickle.loads(answer)

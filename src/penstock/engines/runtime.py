@@ -727,6 +727,7 @@ class Runtime:
         meta = {"job": self.job_id, "stage": stage, "kind": task.kind, "epoch_from": first, "epoch_to": last}
         name = f"state/{stage}/{last:012d}-{self.unique()[:8]}.{task.kind}"
         self.merged.add(name)
+        self.trip("before-compact")
         merge = Merge(task, tuple(layout.key.names()), meta, name, self.controller.routing.slices)
         try:
             out = merging(self.store, merge)

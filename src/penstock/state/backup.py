@@ -36,7 +36,8 @@ from numpy.typing import NDArray
 from penstock.errors import PenstockError
 from penstock.state.checkpoint import merge_frames
 from penstock.state.codec import decode, decode_header, encode, select_slices, sort_by_slice
-from penstock.state.table import DELETED, HASH, _detached
+from penstock.state.keys import detached
+from penstock.state.table import DELETED, HASH
 
 DELTAS_MAX: Final = 4
 """Deltas a slice may have before its newest are merged."""
@@ -531,7 +532,7 @@ def owned(frame: pl.DataFrame) -> pl.DataFrame:
     """A copy that shares no buffer, however small a part of another frame it was."""
     if frame.n_chunks() == 1:  # rechunk would copy nothing: a view of numbers stays a view
         frame = frame[np.arange(frame.height, dtype=np.uint32)]
-    return _detached(frame)
+    return detached(frame)
 
 
 # ---- inner parts ---------------------------------------------------------------------------------------------------
@@ -580,7 +581,7 @@ class _Run:
     def _shrink_if_due(self) -> None:
         if 2 * self.rows >= self.frame.height:
             return
-        self.frame = _detached(self.frame[self._rows_of(self.places)])
+        self.frame = detached(self.frame[self._rows_of(self.places)])
         ends = list(itertools.accumulate(length for _, length in self.places.values()))
         self.places = {n: (end - p[1], p[1]) for (n, p), end in zip(self.places.items(), ends, strict=True)}
         self.nbytes = int(self.frame.estimated_size())

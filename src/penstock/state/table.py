@@ -4,10 +4,14 @@ Why one table and not one per slice: an epoch touches keys of every slice, and h
 hundreds of small vector operations. Here the number of slices costs nothing; a slice is only a predicate on the hash,
 used when slices move. Every operation of an epoch is O(keys touched), never O(state).
 
-How it is laid out: *rows* are numbered; keys are immutable polars chunks (:class:`_Keys`), values are growable numpy
-arrays, and an open-addressing index maps the 64-bit hash to the row (:class:`_Index`). Keys are compared after the
+How it is laid out: *rows* are numbered; keys are immutable polars chunks (:class:`Keys`), values are growable numpy
+arrays, and an open-addressing index maps the 64-bit hash to the row (:class:`Index`). Keys are compared after the
 hash, so a true collision of hashes is still exact. Deleting only clears a row's ``live`` bit: the row stays indexed,
 so that an undo or a return of the key finds it; dead rows are swept out when they outnumber the live ones.
+
+Parts: rows are given out in blocks, and each block belongs to one of 256 *parts*, by the highest bits of the hash. So
+whatever cannot be done row by row (making room in the index, sweeping, bringing and removing slices) is done part by
+part: it takes as long as a part is large, however large the table. A batch knows nothing of it.
 
 Fragments: rows touched since the last seal form the *active fragment*. Its log keeps what each first touch replaced.
 ``seal(epoch)`` ends it, hands out a copy of what changed (to be encoded in the background), and starts the next one;
@@ -22,7 +26,6 @@ slice versions.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -31,6 +34,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from penstock.state.hashing import hashable, slice_of
+from penstock.state.index import PARTS, Index, part_of
+from penstock.state.keys import Keys, same_keys, take
+from penstock.state.memory import Blocks, Column, power_of_two, spans
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -40,8 +46,11 @@ Array = NDArray[Any]
 HASH: Final = "__hash"
 DELETED: Final = "__deleted"
 
-_ROWS_FIRST: Final = 64
 _ROWS_MAX: Final = 2**31 - 1
+_BLOCK_ROWS_MIN: Final = 8
+_BLOCK_ROWS_MAX: Final = 1 << 14
+_SWEPT_AT_ONCE: Final = 1 << 18
+"""Rows that a sweep looks at: what is left waits for the next one."""
 
 
 class ObjectCodec(Protocol):
@@ -107,8 +116,8 @@ class Fragment:
     epoch_from: int
     epoch_to: int
     hashes: U64
-    kept_keys: _Keys
-    key_rows: Rows
+    kept_keys: Keys
+    key_numbers: NDArray[np.int32]
     values: Mapping[str, Array | list[bytes | None]]
     deleted: Mask
 
@@ -118,7 +127,7 @@ class Fragment:
 
     def frame(self) -> pl.DataFrame:
         """Hash, keys, values and the deleted flag, in ``spec.frame_schema()``. Deleted rows have fill values."""
-        keys = self.kept_keys.gather(self.key_rows)
+        keys = self.kept_keys.gather(self.key_numbers)
         return _build_frame(self.spec, self.hashes, keys, self.values, self.deleted)
 
 
@@ -134,19 +143,24 @@ class KeyedTable:
 
     def reset(self, epoch: int) -> None:
         """Empty, as sealed at ``epoch``."""
-        self._rows = 0
-        self._rows_live = 0
-        self._hash: U64 = np.zeros(_ROWS_FIRST, dtype=np.uint64)
-        self._live: Mask = np.zeros(_ROWS_FIRST, dtype=np.bool_)
-        # _mark[row] is the position of the row's last first-touch, counted over the table's whole life: a row is in the
+        self._hash = Column(np.uint64)
+        self._live = Column(np.bool_)
+        # mark[row] is the position of the row's last first-touch, counted over the table's whole life: a row is in the
         # active fragment exactly when its mark is at or after _active_start. So a new fragment needs no clearing.
-        # They begin at 1: 0 is "never", so that room for more rows is zeros, which the system gives for nothing.
-        self._mark: Rows = np.zeros(_ROWS_FIRST, dtype=np.int64)
-        self._columns: dict[str, Array] = {
-            name: np.full(_ROWS_FIRST, kind.fill, dtype=kind.dtype) for name, kind in self.spec.values.items()
-        }
-        self._keys = _Keys(self.spec.key)
-        self._index = _Index()
+        # They begin at 1: 0 is "never", as memory comes from the system.
+        self._mark = Column(np.int64)
+        self._key = Column(np.int32)
+        self._values = {name: Column(kind.dtype, kind.fill) for name, kind in self.spec.values.items()}
+        self._keys = Keys(self.spec.key)
+        self._index = Index()
+        self._scratch: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        # By part: its blocks, the next row and how many follow it, rows given out, and those of them that are live.
+        self._blocks = Blocks()
+        self._blocks_of: dict[int, list[tuple[int, int]]] = {}
+        self._next: Rows = np.zeros(PARTS, dtype=np.int64)
+        self._room: Rows = np.zeros(PARTS, dtype=np.int64)
+        self._given: Rows = np.zeros(PARTS, dtype=np.int64)
+        self._alive: Rows = np.zeros(PARTS, dtype=np.int64)
         self._base_epoch = epoch
         self._sealed: list[_Log] = []
         self._marks_given = 1
@@ -159,36 +173,41 @@ class KeyedTable:
 
     @property
     def rows_live(self) -> int:
-        return self._rows_live
+        return int(self._alive.sum())
+
+    @property
+    def rows_held(self) -> int:
+        """Live ones and dead ones that were not swept out yet."""
+        return int(self._given.sum())
 
     @property
     def nbytes(self) -> int:
         """An estimate of the memory held: arrays, index, keys, undo logs; objects by the mean of their encoded
         sizes."""
-        arrays = [self._hash, self._live, self._mark, self._index.slots, *self._columns.values()]
-        held = sum(a.nbytes for a in arrays) + self._keys.nbytes()
-        held += int(len(self._objects) * self._rows_live * self._object_bytes_mean)
+        held = self.rows_held * sum(int(column.dtype.itemsize) for column in self._every_column())
+        held += self._index.nbytes() + self._keys.nbytes()
+        held += int(len(self._objects) * self.rows_live * self._object_bytes_mean)
         return held + sum(log.nbytes() for log in [*self._sealed, self._active])
 
     def column(self, name: str) -> Array:
         """The live array of a column, indexed by row. Valid until the next call that adds rows; touch before
-        writing."""
-        return self._columns[name][: self._rows]
+        writing. Rows that are not live hold the fill value."""
+        return self._values[name].array[: self._blocks.end]
 
     def live_rows(self) -> Rows:
         """Every live row: O(state)."""
-        return np.flatnonzero(self._live[: self._rows]).astype(np.int64, copy=False)
+        return np.flatnonzero(self._live.array[: self._blocks.end]).astype(np.int64, copy=False)
 
     def keys(self, rows: Rows) -> pl.DataFrame:
-        return self._keys.gather(rows)
+        return self._keys.gather(self._key.array.take(rows))
 
     def hashes(self, rows: Rows) -> U64:
-        return self._hash[rows]
+        return self._hash.array[rows]
 
     def find(self, hashes: U64, keys: pl.DataFrame) -> Rows:
         """The row of each key, -1 where it is absent. Touches nothing."""
         rows, _, _ = self._probe(hashes, self._conform(keys))
-        rows[~self._live[rows]] = -1  # -1 itself reads some row and stays -1 either way
+        rows[~self._live.array[rows]] = -1  # -1 itself reads some row and stays -1 either way
         return rows
 
     def epochs(self) -> list[int]:
@@ -203,21 +222,21 @@ class KeyedTable:
         Keys are unique within a call."""
         rows = self._find_or_append(hashes, self._conform(keys))
         assert self.distinct(rows).size == rows.size, "upsert: the same key twice in one call"
-        is_new = ~self._live.take(rows)
+        is_new = ~self._live.array.take(rows)
         self._touch_distinct(rows)
-        self._live[rows] = True
-        self._rows_live += int(np.count_nonzero(is_new))
+        self._live.array[rows] = True
+        self._count_live(hashes[is_new], 1)
         return rows, is_new
 
     def touch(self, rows: Rows) -> None:
         """Must precede an in-place write: marks the rows as changed and keeps what they were. Repeats do no harm."""
-        assert bool(self._live[rows].all()), "touch: a row is not live"
+        assert bool(self._live.array[rows].all()), "touch: a row is not live"
         self._touch_distinct(self.distinct(rows))
 
     def delete(self, rows: Rows) -> None:
         """Remove live rows. Their keys may come back later, as new."""
         rows = self.distinct(rows)
-        assert bool(self._live[rows].all()), "delete: a row is not live"
+        assert bool(self._live.array[rows].all()), "delete: a row is not live"
         self._touch_distinct(rows)
         self._bury(rows)
 
@@ -231,7 +250,7 @@ class KeyedTable:
         log.settle()
         log.epoch = epoch
         # Positions in the log again without gaps, so that _Encoded can be looked up by mark.
-        self._mark[log.rows] = np.arange(self._active_start, self._active_start + log.rows.size, dtype=np.int64)
+        self._mark.array[log.rows] = np.arange(self._active_start, self._active_start + log.rows.size, dtype=np.int64)
         self._marks_given = self._active_start + log.rows.size
         encoded = {name: self._encode(name, log.rows) for name in self._objects}
         fragment = self._copy_changes(log.rows, log.was_live, encoded, last, epoch)
@@ -280,14 +299,16 @@ class KeyedTable:
     # ---- slices ----------------------------------------------------------------------------------------------------
 
     def export(self, slices: Collection[int], slices_total: int) -> pl.DataFrame:
-        """The live rows of some slices, in the columns of a fragment. O(state)."""
-        rows = self.live_rows()
-        rows = rows[self._in_slices(rows, slices, slices_total)]
+        """The live rows of some slices, in the columns of a fragment."""
+        whole, pieces = _parts_of_slices(slices, slices_total)
+        cut = self._rows_of(pieces)
+        rows = np.concatenate([self._rows_of(whole), cut[self._in_slices(cut, slices, slices_total)]])
+        rows = rows[self._live.array[rows]]
         values: dict[str, Array | list[bytes | None]] = {}
         for name, kind in self.spec.values.items():
-            values[name] = self._encode(name, rows) if kind.codec else self._columns[name][rows]
+            values[name] = self._encode(name, rows) if kind.codec else self._values[name].array[rows]
         deleted = np.zeros(rows.size, dtype=np.bool_)
-        return _build_frame(self.spec, self._hash[rows], self._keys.gather(rows), values, deleted)
+        return _build_frame(self.spec, self._hash.array[rows], self.keys(rows), values, deleted)
 
     def unreleased(self, slices: Collection[int], slices_total: int) -> pl.DataFrame:
         """What changed in some slices since the last release, as a fragment's columns: all that somebody who has them
@@ -314,14 +335,16 @@ class KeyedTable:
         if there.height:
             rows, _ = self.upsert(there.get_column(HASH).to_numpy(), there)
             for name, kind in self.spec.values.items():
-                self._columns[name][rows] = _decode_column(there, name, kind)
+                self._values[name].array[rows] = _decode_column(there, name, kind)
 
     def drop_slices(self, slices: Collection[int], slices_total: int) -> None:
         """Forget some slices altogether: rows, marks and undo information."""
-        every = np.arange(self._rows, dtype=np.int64)
-        rows = every[self._in_slices(every, slices, slices_total)]
-        self._bury(rows[self._live[rows]])
-        self._forget_history(rows)
+        whole, pieces = _parts_of_slices(slices, slices_total)
+        cut = self._rows_of(pieces)
+        cut = cut[self._in_slices(cut, slices, slices_total)]
+        self._bury(cut[self._live.array[cut]])
+        self._forget_history(np.concatenate([cut, self._rows_of(whole)]))
+        self._drop_parts(whole, self._rows_of(whole))
         self._sweep_if_due()
 
     def load(self, frame: pl.DataFrame) -> None:
@@ -330,14 +353,15 @@ class KeyedTable:
         gone = frame.get_column(DELETED).to_numpy()
         if gone.any():
             rows = self._index_rows(frame.filter(pl.col(DELETED)))
-            self._bury(rows[self._live[rows]])
+            self._bury(rows[self._live.array[rows]])
             self._forget_history(rows)
             frame = frame.filter(~pl.col(DELETED))
-        rows = self._find_or_append(frame.get_column(HASH).to_numpy(), self._conform(frame))
-        self._rows_live += int(np.count_nonzero(~self._live[rows]))
-        self._live[rows] = True
+        hashes = frame.get_column(HASH).to_numpy()
+        rows = self._find_or_append(hashes, self._conform(frame))
+        self._count_live(hashes[~self._live.array[rows]], 1)
+        self._live.array[rows] = True
         for name, kind in self.spec.values.items():
-            self._columns[name][rows] = _decode_column(frame, name, kind)
+            self._values[name].array[rows] = _decode_column(frame, name, kind)
         self._forget_history(rows)
         self._sweep_if_due()
 
@@ -345,20 +369,23 @@ class KeyedTable:
 
     def validate(self) -> None:
         """Check every invariant: O(state), for tests and simulation."""
-        n = self._rows
-        assert self._rows_live == int(np.count_nonzero(self._live[:n]))
-        assert self._keys.height == n and 2 * n <= self._index.slots.size
-        taken = self._index.slots[self._index.slots >= 0]
-        assert np.array_equal(np.sort(taken), np.arange(n)), "the index does not hold each row once"
-        dead = ~self._live[:n]
+        every = self._rows_of(np.arange(PARTS))
+        hashes = self._hash.array[every]
+        alive = self._live.array[every]
+        assert np.array_equal(np.sort(self.live_rows()), np.sort(every[alive])), "live rows outside of every block"
+        assert np.array_equal(self._given, np.bincount(part_of(hashes), minlength=PARTS))
+        assert np.array_equal(self._alive, np.bincount(part_of(hashes[alive]), minlength=PARTS))
+        assert np.array_equal(self._given, self._index.used) and self._keys.height == every.size
+        assert np.array_equal(np.sort(self._index.rows()), np.sort(every)), "the index does not hold each row once"
         for name, kind in self.spec.values.items():
-            values = self._columns[name][:n][dead]
+            values = self._values[name].array[every[~alive]]
             fresh = np.full(values.size, kind.fill, dtype=kind.dtype)
             assert np.array_equal(values, fresh, equal_nan=kind.dtype.kind == "f"), f"a dead row has values in {name}"
         for log in [*self._sealed, self._active]:
             log.settle()
-            assert np.unique(log.rows).size == log.rows.size and (log.rows.size == 0 or log.rows.max() < n)
-        assert set(np.flatnonzero(self._mark[:n] >= self._active_start)) == set(self._active.rows.tolist())
+            assert np.unique(log.rows).size == log.rows.size and np.isin(log.rows, every).all()
+        marked = every[self._mark.array[every] >= self._active_start]
+        assert set(marked.tolist()) == set(self._active.rows.tolist())
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -372,7 +399,9 @@ class KeyedTable:
         """``rows`` without repeats, without sorting: each writes its position, the one still there afterwards stays."""
         if rows.size < 2:
             return rows
-        scratch = self._index.scratch(self._rows)
+        if self._scratch.size < self._blocks.end:  # one cell for each row; its contents mean nothing
+            self._scratch = np.zeros(max(self._blocks.end, 2 * self._scratch.size), dtype=np.int32)
+        scratch = self._scratch
         place = np.arange(rows.size, dtype=np.int32)
         scratch[rows] = place
         stays = scratch.take(rows) == place
@@ -381,17 +410,17 @@ class KeyedTable:
     def _probe(self, hashes: U64, keys: pl.DataFrame) -> tuple[Rows, Rows, Rows]:
         """The row of each key, dead rows included, or -1 with the free slot (and probe step) where it belongs."""
         assert hashes.size == keys.height
-        rows, pos, step = self._index.walk(hashes, self._hash)
+        rows, pos, step = self._index.walk(hashes, self._hash.array)
         suspects = None if rows.size and int(rows.min()) >= 0 else np.flatnonzero(rows >= 0)
         while suspects is None or suspects.size:
             found = rows if suspects is None else rows[suspects]
-            given = keys if suspects is None or suspects.size == rows.size else _take(keys, suspects)
-            differs = np.flatnonzero(~_same_keys(self._keys.gather(found), given))
+            given = keys if suspects is None or suspects.size == rows.size else take(keys, suspects)
+            differs = np.flatnonzero(~same_keys(self.keys(found), given))
             if not differs.size:
                 break
             # True collisions of 64-bit hashes: the key, if it is here at all, lies further along its probe path.
             suspects = differs if suspects is None else suspects[differs]
-            rows[suspects] = self._index.walk_on(hashes, self._hash, pos, step, suspects)
+            rows[suspects] = self._index.walk_on(hashes, self._hash.array, pos, step, suspects)
             suspects = suspects[rows[suspects] >= 0]
         return rows, pos, step
 
@@ -402,53 +431,113 @@ class KeyedTable:
 
     def _find_or_append(self, hashes: U64, keys: pl.DataFrame) -> Rows:
         """The row of each key; unknown ones get a row that is not live yet."""
-        if self._index.make_room(self._rows, hashes.size):
-            self._index.rebuild(self._hash[: self._rows], hashes.size)
         rows, pos, step = self._probe(hashes, keys)
         absent = np.flatnonzero(rows < 0)
-        if absent.size:
-            fresh = np.arange(self._rows, self._rows + absent.size, dtype=np.int64)
-            self._append(hashes[absent], keys if absent.size == rows.size else _take(keys, absent))
-            rows[absent] = fresh
-            alike = self._index.insert(fresh, pos[absent], step[absent], self._hash)
-            assert not alike or _all_differ(_take(keys, absent)), "upsert: the same key twice in one call"
+        if not absent.size:
+            return rows
+        if absent.size < rows.size:
+            hashes, keys = hashes[absent], take(keys, absent)
+        counts = np.bincount(part_of(hashes), minlength=PARTS)
+        if self._index.reserve(counts, self._hash.array):
+            _, pos, step = self._probe(hashes, keys)
+        else:
+            pos, step = pos[absent], step[absent]
+        fresh = self._append(hashes, counts)
+        self._key.array[fresh] = self._keys.put(keys, fresh)
+        alike = self._index.insert(fresh, hashes, self._hash.array, (pos, step))
+        assert not alike or _all_differ(keys), "upsert: the same key twice in one call"
+        rows[absent] = fresh
         return rows
 
-    def _append(self, hashes: U64, keys: pl.DataFrame) -> None:
-        end = self._rows + hashes.size
-        assert end < _ROWS_MAX, "too many keys in one table"
-        if end > self._hash.size:
-            size = max(end, 2 * self._hash.size)
-            self._hash = _grown(self._hash, size, 0)
-            self._live = _grown(self._live, size, False)
-            self._mark = _grown(self._mark, size, 0)
-            for name, kind in self.spec.values.items():
-                self._columns[name] = _grown(self._columns[name], size, kind.fill)
-        self._hash[self._rows : end] = hashes
-        self._keys.append(keys)
-        self._rows = end
+    def _append(self, hashes: U64, counts: Rows) -> Rows:
+        """New rows, not live yet, of keys with these hashes: so many in each part."""
+        short = np.flatnonzero(counts > self._room)
+        easy = np.flatnonzero((counts > 0) & (counts <= self._room))
+        parts, starts, lengths = easy, self._next[easy], counts[easy]
+        self._next[easy] += lengths
+        self._room[easy] -= lengths
+        if short.size:
+            made = [(p, start, n) for p in short.tolist() for start, n in self._take_rows(p, int(counts[p]))]
+            of_part, begin, length = (np.array(column, dtype=np.int64) for column in zip(*made, strict=True))
+            parts = np.concatenate([parts, of_part])
+            order = np.argsort(parts, kind="stable")
+            starts = np.concatenate([starts, begin])[order]
+            lengths = np.concatenate([lengths, length])[order]
+        self._given += counts
+        rows = np.empty(hashes.size, dtype=np.int64)
+        rows[np.argsort(part_of(hashes).astype(np.uint8), kind="stable")] = spans(starts, lengths)
+        self._hash.array[rows] = hashes
+        return rows
+
+    def _take_rows(self, part: int, count: int) -> list[tuple[int, int]]:
+        """Starts and lengths of the next ``count`` rows of a part, in new blocks where its last one is full."""
+        taken = [(int(self._next[part]), int(self._room[part]))] if self._room[part] else []
+        count -= int(self._room[part])
+        while count:
+            wanted = power_of_two(max(count, int(self._given[part]) // 4))
+            size = min(max(wanted, _BLOCK_ROWS_MIN), _BLOCK_ROWS_MAX)
+            start = self._blocks.take(size)
+            self._blocks_of.setdefault(part, []).append((start, size))
+            assert self._blocks.end < _ROWS_MAX, "too many keys in one table"
+            for column in self._every_column():
+                column.grow(self._blocks.end)
+            used = min(size, count)
+            taken.append((start, used))
+            count -= used
+            self._next[part], self._room[part] = start + used, size - used
+        return taken
+
+    def _every_column(self) -> list[Column]:
+        return [self._hash, self._live, self._mark, self._key, *self._values.values()]
+
+    def _rows_of(self, parts: NDArray[np.intp]) -> Rows:
+        """All rows of some parts, dead ones too."""
+        starts, lengths = [], []
+        for p in parts.tolist():
+            blocks = self._blocks_of.get(p)
+            if blocks:
+                starts += [start for start, _ in blocks]
+                lengths += [size for _, size in blocks]
+                lengths[-1] -= int(self._room[p])
+        return spans(np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64))
+
+    def _drop_parts(self, parts: NDArray[np.intp], rows: Rows) -> None:
+        """All their rows and blocks."""
+        self._keys.drop(self._key.array[rows])
+        self._index.drop(parts)
+        for p in parts.tolist():
+            for start, size in self._blocks_of.pop(p, ()):
+                for column in self._every_column():
+                    column.clear(start, start + size)
+                self._blocks.give(start, size)
+        for counted in (self._next, self._room, self._given, self._alive):
+            counted[parts] = 0
+
+    def _count_live(self, hashes: U64, sign: int) -> None:
+        if hashes.size:
+            self._alive += sign * np.bincount(part_of(hashes), minlength=PARTS)
 
     def _touch_distinct(self, rows: Rows) -> None:
-        marks = self._mark.take(rows)
+        marks = self._mark.array.take(rows)
         first = rows[marks < self._active_start] if marks.size and int(marks.max()) >= self._active_start else rows
         if not first.size:
             return
         before: dict[str, Array | list[bytes | None]] = {}
         for name, kind in self.spec.values.items():
-            before[name] = self._encode(name, first) if kind.codec else self._columns[name].take(first)
-        self._active.add(first, self._live.take(first), before)
-        self._mark[first] = np.arange(self._marks_given, self._marks_given + first.size, dtype=np.int64)
+            before[name] = self._encode(name, first) if kind.codec else self._values[name].array.take(first)
+        self._active.add(first, self._live.array.take(first), before)
+        self._mark.array[first] = np.arange(self._marks_given, self._marks_given + first.size, dtype=np.int64)
         self._marks_given += first.size
 
     def _encode(self, name: str, rows: Rows) -> list[bytes | None]:
         """Objects of some rows as bytes. A row unchanged since the last seal was encoded there already."""
         codec = self.spec.values[name].codec
         assert codec is not None
-        values = self._columns[name][rows].tolist()
+        values = self._values[name].array[rows].tolist()
         known = self._encoded
         if known is None:
             return [None if value is None else codec.encode(value) for value in values]
-        marks = self._mark[rows].tolist()
+        marks = self._mark.array[rows].tolist()
         done = known.columns[name]
         return [
             None
@@ -462,7 +551,7 @@ class KeyedTable:
     def _copy_changes(
         self, rows: Rows, was_live: Mask, encoded: Mapping[str, list[bytes | None]], epoch_from: int, epoch_to: int
     ) -> Fragment:
-        live = self._live.take(rows)
+        live = self._live.array.take(rows)
         seen = was_live | live  # a key that came and went within the fragment concerns nobody
         keep = None if seen.all() else np.flatnonzero(seen)
         kept = rows if keep is None else rows[keep]
@@ -475,10 +564,10 @@ class KeyedTable:
                 if sizes:
                     self._object_bytes_mean = 64.0 + sum(sizes) / len(sizes)
             else:
-                values[name] = self._columns[name].take(kept)
+                values[name] = self._values[name].array.take(kept)
         deleted = ~(live if keep is None else live[keep])
-        hashes = self._hash.take(kept)
-        return Fragment(self.spec, epoch_from, epoch_to, hashes, self._keys.snapshot(), kept, values, deleted)
+        hashes, numbers = self._hash.array.take(kept), self._key.array.take(kept)
+        return Fragment(self.spec, epoch_from, epoch_to, hashes, self._keys.snapshot(), numbers, values, deleted)
 
     def _start_fragment(self) -> None:
         self._active = _Log()
@@ -486,36 +575,43 @@ class KeyedTable:
 
     def _bury(self, rows: Rows) -> None:
         """Distinct live rows die. Dead rows always hold fill values: a key that comes back starts afresh."""
-        self._live[rows] = False
-        self._rows_live -= int(rows.size)
+        self._live.array[rows] = False
+        self._count_live(self._hash.array[rows], -1)
         for name, kind in self.spec.values.items():
-            self._columns[name][rows] = kind.fill
+            self._values[name].array[rows] = kind.fill
 
     def _restore(self, log: _Log) -> None:
         rows = log.rows
         if not rows.size:
             return
-        self._rows_live += int(np.count_nonzero(log.was_live)) - int(np.count_nonzero(self._live[rows]))
-        self._live[rows] = log.was_live
+        hashes = self._hash.array[rows]
+        self._count_live(hashes[self._live.array[rows]], -1)
+        self._count_live(hashes[log.was_live], 1)
+        self._live.array[rows] = log.was_live
         for name, kind in self.spec.values.items():
             before = log.before[name]
-            self._columns[name][rows] = _decode_list(kind.codec, before) if kind.codec else before
+            self._values[name].array[rows] = _decode_list(kind.codec, before) if kind.codec else before
 
     def _forget_history(self, rows: Rows) -> None:
         """As though the rows had always been what they are now."""
-        self._mark[rows] = 0
+        self._mark.array[rows] = 0
         logs = [log for log in [*self._sealed, self._active] if log.count()]
         if not rows.size or not logs:
             return
-        forgotten = np.zeros(self._rows, dtype=np.bool_)
-        forgotten[rows] = True
+        forgotten = self._flagged(rows)
         for log in logs:
             log.keep(lambda logged: ~forgotten[logged])
+
+    def _flagged(self, rows: Rows) -> Mask:
+        """By row, whether it is among these. Only the memory of those that are asked for is ever real."""
+        flags = np.zeros(self._blocks.end, dtype=np.bool_)
+        flags[rows] = True
+        return flags
 
     def _in_slices(self, rows: Rows, slices: Collection[int], slices_total: int) -> Mask:
         wanted = np.zeros(slices_total, dtype=np.bool_)
         wanted[list(slices)] = True
-        return wanted[slice_of(self._hash[rows], slices_total)]
+        return wanted[slice_of(self._hash.array[rows], slices_total)]
 
     def _last_of_each_key(self, frame: pl.DataFrame) -> pl.DataFrame:
         hashes = np.sort(frame.get_column(HASH).to_numpy())
@@ -525,30 +621,53 @@ class KeyedTable:
 
     def _sweep_if_due(self) -> None:
         """Sweep dead rows out once they outnumber the live ones, not counting those that undo logs may still revive:
-        each sweep costs O(live + logged) and follows at least as many deletions."""
+        the parts with most of them first, and no more at a time than an epoch does not notice."""
+        logged = sum(log.count() for log in [*self._sealed, self._active])
+        if self.rows_held - self.rows_live - logged > max(self.rows_live, self._sweep_rows_min):
+            dead = self._given - self._alive
+            due = np.argsort(-dead, kind="stable")[: np.count_nonzero(dead)]
+            self._sweep(due[: max(1, np.count_nonzero(np.cumsum(self._given[due]) <= _SWEPT_AT_ONCE))])
+        for rows, numbers in self._keys.tidy(self._sweep_rows_min):
+            self._key.array[rows] = numbers
+
+    def _sweep(self, parts: NDArray[np.intp]) -> None:
+        """Move what must stay of some parts into new blocks."""
         logs = [*self._sealed, self._active]
-        logged = sum(log.count() for log in logs)
-        dead = self._rows - self._rows_live
-        if dead - logged <= max(self._rows_live, self._sweep_rows_min):
-            return
-        keep = self._live[: self._rows].copy()
         for log in logs:
             log.settle()
-            keep[log.rows] = True
-        stays = np.flatnonzero(keep).astype(np.int64, copy=False)
-        moved = np.cumsum(keep, dtype=np.int64) - 1
-        for log in logs:
-            log.rows = moved[log.rows]
-        size = max(_ROWS_FIRST, stays.size)
-        self._hash = _grown(self._hash[stays], size, 0)
-        self._live = _grown(self._live[stays], size, False)
-        self._mark = _grown(self._mark[stays], size, 0)
-        for name, kind in self.spec.values.items():
-            self._columns[name] = _grown(self._columns[name][stays], size, kind.fill)
-        self._keys.keep(stays)
-        self._rows = int(stays.size)
-        self._index = _Index()
-        self._index.rebuild(self._hash[: self._rows], 0)
+        rows = self._rows_of(parts)
+        keep = self._live.array[rows] | self._flagged(np.concatenate([log.rows for log in logs]))[rows]
+        stays = np.sort(rows[keep])
+        columns = self._every_column()
+        kept = [column.array[stays] for column in columns]
+        hashes, numbers = self._hash.array[stays], self._key.array[stays]
+        alive = self._alive[parts]
+        # Dropped with the parts are the keys of the others alone.
+        self._drop_parts(parts, rows[~keep])
+        self._alive[parts] = alive
+        counts = np.bincount(part_of(hashes), minlength=PARTS)
+        self._index.reserve(counts, self._hash.array)
+        moved = self._append(hashes, counts)
+        for column, values in zip(columns, kept, strict=True):
+            column.array[moved] = values
+        self._keys.moved(numbers, moved)
+        self._index.insert(moved, hashes, self._hash.array)
+        for log in logs if stays.size else ():
+            place = np.searchsorted(stays, log.rows)
+            log.rows = np.where(stays.take(place, mode="clip") == log.rows, moved.take(place, mode="clip"), log.rows)
+
+
+def _parts_of_slices(slices: Collection[int], slices_total: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The parts that hold nothing else, and those that hold other slices as well."""
+    wanted = np.zeros(slices_total, dtype=np.bool_)
+    wanted[list(slices)] = True
+    upto = np.concatenate([[0], np.cumsum(wanted)])
+    edges = np.arange(PARTS + 1, dtype=np.uint64) << np.uint64(56)
+    first = slice_of(edges[:-1], slices_total).astype(np.intp)
+    last = slice_of(edges[1:] - np.uint64(1), slices_total).astype(np.intp)
+    inside = upto[last + 1] - upto[first]
+    whole = inside == last + 1 - first
+    return np.flatnonzero(whole), np.flatnonzero((inside > 0) & ~whole)
 
 
 @dataclass
@@ -611,186 +730,8 @@ class _Encoded:
     columns: Mapping[str, list[bytes | None]]
 
 
-class _Index:
-    """Open addressing from hash to row number: a power of two of int32 slots, at most half of them taken, probed along
-    triangular numbers (which visit every slot), a whole batch at a time. Nothing is ever removed; the table
-    rebuilds."""
-
-    def __init__(self) -> None:
-        self.slots: NDArray[np.int32] = np.full(2 * _ROWS_FIRST, -1, dtype=np.int32)
-        self._scratch: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
-
-    def scratch(self, rows: int) -> NDArray[np.int32]:
-        """Working space with one cell for each row; its contents mean nothing."""
-        if self._scratch.size < rows:
-            self._scratch = np.zeros(max(rows, 2 * self._scratch.size), dtype=np.int32)
-        return self._scratch
-
-    def make_room(self, rows: int, more: int) -> bool:
-        """True when the slots are too few for ``more`` rows on top of ``rows``."""
-        return 2 * (rows + more) > self.slots.size
-
-    def rebuild(self, hashes: U64, more: int) -> None:
-        wanted = 2 * (hashes.size + more)
-        size = max(self.slots.size, 1 << int(wanted - 1).bit_length() if wanted > 1 else 2)
-        self.slots = np.full(size, -1, dtype=np.int32)
-        rows = np.arange(hashes.size, dtype=np.int64)
-        self.insert(rows, self._home(hashes), np.zeros(rows.size, dtype=np.int64), hashes)
-
-    def walk(self, hashes: U64, stored: U64) -> tuple[Rows, Rows, Rows]:
-        """For each hash the first row of the same hash, or -1 at a free slot; with the place and step reached."""
-        pos = self._home(hashes)
-        step = np.zeros(hashes.size, dtype=np.int64)
-        rows = self.slots.take(pos).astype(np.int64)
-        equal = stored.take(rows, mode="wrap") == hashes
-        equal |= rows < 0
-        todo = np.flatnonzero(~equal)
-        if todo.size:
-            rows[todo] = self.walk_on(hashes, stored, pos, step, todo)
-        return rows, pos, step
-
-    def walk_on(self, hashes: U64, stored: U64, pos: Rows, step: Rows, todo: NDArray[np.intp]) -> Rows:
-        """Go at least one step further for the entries ``todo``. Updates ``pos`` and ``step`` in place."""
-        mask = np.int64(self.slots.size - 1)
-        out = np.full(todo.size, -1, dtype=np.int64)
-        place = np.arange(todo.size)
-        p, s, h = pos[todo], step[todo], hashes[todo]
-        while place.size:
-            s += 1
-            p += s
-            p &= mask
-            rows = self.slots.take(p).astype(np.int64)
-            over = stored.take(rows, mode="wrap") == h
-            over |= rows < 0
-            ended = np.flatnonzero(over)
-            if ended.size:
-                at = place[ended]
-                out[at] = rows[ended]
-                pos[todo[at]], step[todo[at]] = p[ended], s[ended]
-                on = np.flatnonzero(~over)
-                place, p, s, h = place[on], p[on], s[on], h[on]
-        return out
-
-    def insert(self, rows: Rows, pos: Rows, step: Rows, stored: U64) -> bool:
-        """Enter rows whose keys are known to be absent, from the given places on. Rows that want the same slot all
-        write to it; the one that is found there afterwards has it, the others go on. True: one met a row of its own
-        hash (equal keys walk the same path, so they would have met)."""
-        alike = False
-        mask = np.int64(self.slots.size - 1)
-        slots = self.slots
-        narrow = rows.astype(np.int32)
-        while narrow.size:
-            free = slots.take(pos) < 0
-            slots[pos[free]] = narrow[free]
-            holders = slots.take(pos)
-            lost = np.flatnonzero(holders != narrow)
-            if not lost.size:
-                break
-            alike = alike or bool((stored[holders[lost]] == stored[narrow[lost]]).any())
-            narrow, step = narrow[lost], step[lost] + 1
-            pos = (pos[lost] + step) & mask
-        return alike
-
-    def _home(self, hashes: U64) -> Rows:
-        return (hashes & np.uint64(self.slots.size - 1)).astype(np.int64)
-
-
-class _Keys:
-    """The key columns by row: immutable chunks, each more than four times the next, so that there are O(log rows) of
-    them and a row is copied O(log rows) times in its life."""
-
-    FACTOR: Final = 4
-    SMALL: Final = 4096
-
-    def __init__(self, schema: pl.Schema) -> None:
-        self._schema = schema
-        self._chunks: list[pl.DataFrame] = []
-        self._starts: Rows = np.zeros(0, dtype=np.int64)
-        self.height = 0
-
-    def nbytes(self) -> int:
-        return sum(int(chunk.estimated_size()) for chunk in self._chunks)
-
-    def append(self, keys: pl.DataFrame) -> None:
-        chunks = [*self._chunks, keys]
-        while len(chunks) > 1 and self._should_join(chunks[-2].height, chunks[-1].height):
-            chunks[-2:] = [pl.concat(chunks[-2:], rechunk=False)]
-        self._set([*self._chunks[: len(chunks) - 1], _detached(chunks[-1])])
-
-    def _should_join(self, older: int, newer: int) -> bool:
-        return older <= self.FACTOR * newer or older <= self.SMALL
-
-    def gather(self, rows: Rows) -> pl.DataFrame:
-        """Keys of some rows. By chunk, then back into order: polars' own gather from a chunked column takes ten times
-        as long."""
-        if len(self._chunks) == 1:
-            return _take(self._chunks[0], rows)
-        if not rows.size:
-            return pl.DataFrame(schema=self._schema)
-        chunk = np.searchsorted(self._starts, rows, side="right") - 1
-        order = np.argsort(chunk.astype(np.uint8), kind="stable")  # a radix sort for one byte
-        edges = np.cumsum(np.bincount(chunk, minlength=len(self._chunks))).tolist()
-        sorted_rows = rows[order]
-        parts = []
-        for i, (begin, end) in enumerate(zip([0, *edges[:-1]], edges, strict=True)):
-            if end > begin:
-                parts.append(_take(self._chunks[i], sorted_rows[begin:end] - self._starts[i]))
-        if len(parts) == 1:
-            return parts[0]  # the stable sort of one chunk changed nothing
-        back = np.empty(rows.size, dtype=np.int64)
-        back[order] = np.arange(rows.size)
-        return _take(pl.concat(parts, rechunk=True), back)
-
-    def snapshot(self) -> _Keys:
-        """The keys as they are now, whatever comes after: the chunks themselves are never changed."""
-        return copy(self)
-
-    def keep(self, rows: Rows) -> None:
-        self._set([_detached(self.gather(rows))] if rows.size else [])
-
-    def _set(self, chunks: list[pl.DataFrame]) -> None:
-        heights = [chunk.height for chunk in chunks]
-        self._chunks = chunks
-        self._starts = np.cumsum([0, *heights[:-1]], dtype=np.int64)
-        self.height = sum(heights)
-
-
-def _take(frame: pl.DataFrame, rows: NDArray[Any]) -> pl.DataFrame:
-    index = pl.Series(rows.astype(np.uint32))
-    return pl.DataFrame([column[index] for column in frame.get_columns()])
-
-
-def _same_keys(a: pl.DataFrame, b: pl.DataFrame) -> Mask:
-    """Row by row; null equals null and NaN equals NaN."""
-    pairs = zip(a.get_columns(), b.get_columns(), strict=True)
-    masks = [left.eq_missing(right).to_numpy() for left, right in pairs]
-    same: Mask = masks[0] if len(masks) == 1 else np.logical_and.reduce(masks)
-    return same
-
-
 def _all_differ(keys: pl.DataFrame) -> bool:
     return bool(keys.n_unique() == keys.height)
-
-
-def _detached(frame: pl.DataFrame) -> pl.DataFrame:
-    """One contiguous copy that shares no buffer. Polars strings are views: without this, ten keys taken from a batch
-    would keep the whole batch's text in memory."""
-    frame = frame.rechunk()
-    return frame.with_columns(
-        [
-            pl.Series(name, frame.get_column(name).to_arrow(), dtype=dtype)
-            for name, dtype in frame.schema.items()
-            if dtype in (pl.String, pl.Binary)
-        ]
-    )
-
-
-def _grown(array: Array, size: int, fill: Any) -> Array:
-    """A copy with room for more. Zeros are left to the system, which gives memory when it is first written to."""
-    zeros = array.dtype.kind != "O" and fill == 0
-    grown = np.zeros(size, dtype=array.dtype) if zeros else np.full(size, fill, dtype=array.dtype)
-    grown[: array.size] = array
-    return grown
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -1,0 +1,179 @@
+"""The keys of a table, by number: immutable polars chunks that are written once, and written anew when most of what is
+in them has gone.
+
+A chunk has room for ``CHUNK`` keys, so nothing that is done to one takes longer when there are more of them. While it
+is being filled it is a few pieces, each more than four times the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from penstock.state.memory import Column
+
+Rows = NDArray[np.int64]
+
+CHUNK_BITS: Final = 18
+CHUNK: Final = 1 << CHUNK_BITS
+TIDIED_AT_ONCE: Final = 2
+_FACTOR: Final = 4
+_SMALL: Final = 4096
+
+
+class Keys:
+    """Each key has a number, and knows the row that it belongs to."""
+
+    def __init__(self, schema: pl.Schema) -> None:
+        self._schema = schema
+        self._chunks: dict[int, list[pl.DataFrame]] = {}
+        self._gone: dict[int, int] = {}
+        self._open: int | None = None
+        self._reusable: list[int] = []
+        self._rows = Column(np.int32)  # of each key, plus one: 0 is nobody's
+        self._list_pieces()
+
+    @property
+    def height(self) -> int:
+        return sum(piece.height for piece in self._pieces) - sum(self._gone.values())
+
+    def nbytes(self) -> int:
+        return sum(int(piece.estimated_size()) + 4 * piece.height for piece in self._pieces)
+
+    def put(self, keys: pl.DataFrame, rows: Rows) -> NDArray[np.int32]:
+        """New keys, each with its row. Their numbers."""
+        numbers = []
+        begin = 0
+        while begin < keys.height:
+            chunk = self._chunk_with_room()
+            filled = sum(piece.height for piece in self._chunks[chunk])
+            count = min(CHUNK - filled, keys.height - begin)
+            self._fill(chunk, keys.slice(begin, count), full=filled + count == CHUNK)
+            first = (chunk << CHUNK_BITS) + filled
+            self._rows.grow(first + count)
+            self._rows.array[first : first + count] = rows[begin : begin + count] + 1
+            numbers.append(np.arange(first, first + count, dtype=np.int32))
+            begin += count
+        self._list_pieces()
+        return numbers[0] if len(numbers) == 1 else np.concatenate([np.zeros(0, np.int32), *numbers])
+
+    def moved(self, numbers: NDArray[np.int32], rows: Rows) -> None:
+        """Some keys have other rows now."""
+        self._rows.array[numbers] = rows + 1
+
+    def drop(self, numbers: NDArray[np.int32]) -> None:
+        self._rows.array[numbers] = 0
+        chunks, counts = np.unique(numbers >> CHUNK_BITS, return_counts=True)
+        for chunk, count in zip(chunks.tolist(), counts.tolist(), strict=True):
+            self._gone[chunk] += count
+            if self._gone[chunk] == sum(piece.height for piece in self._chunks[chunk]):
+                self._forget(chunk)
+        self._list_pieces()
+
+    def tidy(self, gone_min: int) -> Iterator[tuple[Rows, NDArray[np.int32]]]:
+        """Write a few chunks anew of which most has gone. Gives rows with the new numbers of their keys."""
+        due = [c for c, gone in self._gone.items() if gone > max(gone_min, sum(p.height for p in self._chunks[c]) // 2)]
+        for chunk in due[:TIDIED_AT_ONCE]:
+            first = chunk << CHUNK_BITS
+            owners = self._rows.array[first : first + sum(piece.height for piece in self._chunks[chunk])]
+            stay = np.flatnonzero(owners)
+            rows = owners[stay].astype(np.int64) - 1
+            keys = self.gather(stay + first)
+            owners[:] = 0
+            del owners  # in the way of growing
+            self._forget(chunk)
+            yield rows, self.put(keys, rows)
+
+    def gather(self, numbers: NDArray[Any]) -> pl.DataFrame:
+        """The keys of some numbers. By piece, then back into order: polars' own gather from a chunked column takes ten
+        times as long."""
+        if not numbers.size:
+            return pl.DataFrame(schema=self._schema)
+        if len(self._pieces) == 1:
+            return take(self._pieces[0], numbers - self._starts[0])
+        piece = (np.searchsorted(self._starts, numbers, side="right") - 1).astype(np.uint16)
+        order = np.argsort(piece, kind="stable")  # a radix sort for two bytes
+        edges = np.cumsum(np.bincount(piece, minlength=len(self._pieces))).tolist()
+        in_order = numbers[order]
+        parts = []
+        for i, (begin, end) in enumerate(zip([0, *edges[:-1]], edges, strict=True)):
+            if end > begin:
+                parts.append(take(self._pieces[i], in_order[begin:end] - self._starts[i]))
+        if len(parts) == 1:
+            return parts[0]  # the stable sort of one piece changed nothing
+        back = np.empty(numbers.size, dtype=np.int64)
+        back[order] = np.arange(numbers.size)
+        return take(pl.concat(parts, rechunk=True), back)
+
+    def snapshot(self) -> Keys:
+        """To gather from as they are now, whatever comes after: pieces and the lists of them are never changed."""
+        return copy(self)
+
+    def _chunk_with_room(self) -> int:
+        if self._open is None:
+            self._open = self._reusable.pop() if self._reusable else len(self._chunks)
+            self._chunks[self._open], self._gone[self._open] = [], 0
+        return self._open
+
+    def _fill(self, chunk: int, keys: pl.DataFrame, *, full: bool) -> None:
+        pieces = [*self._chunks[chunk], keys]
+        while len(pieces) > 1 and (full or _should_join(pieces[-2].height, pieces[-1].height)):
+            pieces[-2:] = [pl.concat(pieces[-2:], rechunk=False)]
+        self._chunks[chunk] = [*self._chunks[chunk][: len(pieces) - 1], detached(pieces[-1])]
+        if full:
+            self._open = None
+
+    def _forget(self, chunk: int) -> None:
+        del self._chunks[chunk], self._gone[chunk]
+        self._reusable.append(chunk)
+        if self._open == chunk:
+            self._open = None
+
+    def _list_pieces(self) -> None:
+        pieces, starts = [], []
+        for chunk in sorted(self._chunks):
+            start = chunk << CHUNK_BITS
+            for piece in self._chunks[chunk]:
+                pieces.append(piece)
+                starts.append(start)
+                start += piece.height
+        self._pieces = pieces
+        self._starts: Rows = np.array(starts, dtype=np.int64)
+
+
+def _should_join(older: int, newer: int) -> bool:
+    return older <= _FACTOR * newer or older <= _SMALL
+
+
+def take(frame: pl.DataFrame, rows: NDArray[Any]) -> pl.DataFrame:
+    index = pl.Series(rows.astype(np.uint32))
+    return pl.DataFrame([column[index] for column in frame.get_columns()])
+
+
+def same_keys(a: pl.DataFrame, b: pl.DataFrame) -> NDArray[np.bool_]:
+    """Row by row; null equals null and NaN equals NaN."""
+    pairs = zip(a.get_columns(), b.get_columns(), strict=True)
+    masks = [left.eq_missing(right).to_numpy() for left, right in pairs]
+    same: NDArray[np.bool_] = masks[0] if len(masks) == 1 else np.logical_and.reduce(masks)
+    return same
+
+
+def detached(frame: pl.DataFrame) -> pl.DataFrame:
+    """One contiguous copy that shares no buffer. Polars strings are views: without this, ten keys taken from a batch
+    would keep the whole batch's text in memory."""
+    frame = frame.rechunk()
+    return frame.with_columns(
+        [
+            pl.Series(name, frame.get_column(name).to_arrow(), dtype=dtype)
+            for name, dtype in frame.schema.items()
+            if dtype in (pl.String, pl.Binary)
+        ]
+    )
+
+
+__all__ = ["Keys", "detached", "same_keys", "take"]

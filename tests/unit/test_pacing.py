@@ -54,6 +54,21 @@ def test_it_never_leaves_its_bounds(observed: list[tuple[int, float]]) -> None:
         assert 100 <= p.rows_max <= 1_000_000
 
 
+def test_while_input_waits_epochs_grow_until_their_fixed_cost_hardly_counts() -> None:
+    """150 ms an epoch and 40 rows a millisecond. On time: half of an epoch is fixed cost. Behind: a tenth, of what is
+    bearable; and back again when there is less than would fit."""
+    p = pacer(8_000)
+    for rows in [6_000, 5_000] * 30:
+        p = p.observe(min(rows, p.rows_max), 150 + min(rows, p.rows_max) / 40)
+    assert abs(p.rows_max - 150 * 40) < 2_500
+    for _ in range(60):
+        p = p.observe(p.rows_max, 150 + p.rows_max / 40)
+    assert abs(p.rows_max - (1_500 - 150) * 40) < 1_000
+    for _ in range(60):
+        p = p.observe(2_000 + p.rows_max % 500, 150 + (2_000 + p.rows_max % 500) / 40)
+    assert abs(p.rows_max - 150 * 40) < 1_000
+
+
 def test_it_finds_a_steady_speed() -> None:
     """A machine that does 40 rows a millisecond plus 20 ms an epoch: 250 ms are 9,200 rows."""
     p = pacer(200_000)

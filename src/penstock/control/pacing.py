@@ -5,6 +5,10 @@ before its own and then for its own. An epoch costs something fixed and somethin
 because a model without the fixed part would shrink epochs for ever on a machine where the fixed part alone misses the
 target. There the size settles where the fixed cost is half of an epoch. Changes are damped and bounded; a fixed size
 can be asked for.
+
+When one epoch after the other is as large as it may be, input waits before the source, and no target is kept by small
+epochs: rows wait there instead, and ever longer. Then epochs grow until the fixed cost is a tenth of them, so that the
+job catches up as fast as it can, and is busy when it cannot: that is what a policy looks at.
 """
 
 from __future__ import annotations
@@ -13,6 +17,12 @@ from dataclasses import dataclass, replace
 
 MEMORY = 0.9
 """Weight of what was known, at each new epoch."""
+
+BEHIND_EPOCHS = 4
+"""So many full epochs in a row: input waits."""
+
+BEHIND_FACTOR = 8.0
+"""An epoch then takes so many times the target at most."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,8 @@ class Pacer:
     fixed: bool = False
     sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
     """Decaying sums over epochs: 1, rows, rows squared, ms, rows times ms."""
+    full: int = 0
+    """Epochs in a row that were as large as they might be."""
 
     @staticmethod
     def start(fixed: int | None, floor: int, ceiling: int, target_latency_ms: float) -> Pacer:
@@ -36,7 +48,8 @@ class Pacer:
         if self.fixed or rows <= 0 or elapsed_ms <= 0:
             return self
         new = (1.0, rows, rows * rows, elapsed_ms, rows * elapsed_ms)
-        pacer = replace(self, sums=tuple(MEMORY * old + x for old, x in zip(self.sums, new, strict=True)))
+        sums = tuple(MEMORY * old + x for old, x in zip(self.sums, new, strict=True))
+        pacer = replace(self, sums=sums, full=self.full + 1 if rows >= 0.9 * self.rows_max else 0)
         wanted = pacer.wanted()
         if wanted > self.rows_max and rows < 0.8 * self.rows_max:
             return pacer  # a small epoch says nothing about how large one could be
@@ -48,9 +61,10 @@ class Pacer:
         """Rows for which an epoch would take the target time, as far as is known."""
         fixed_ms, row_ms = self.costs()
         row_ms = max(row_ms, 1e-9)  # a clock that hardly moved
-        if self.target_ms >= 2 * fixed_ms:
-            return (self.target_ms - fixed_ms) / row_ms
-        return fixed_ms / row_ms
+        epoch_ms = max(self.target_ms, 2 * fixed_ms)
+        if self.full >= BEHIND_EPOCHS:
+            epoch_ms = max(epoch_ms, min(10 * fixed_ms, BEHIND_FACTOR * self.target_ms))
+        return (epoch_ms - fixed_ms) / row_ms
 
     def costs(self) -> tuple[float, float]:
         """Milliseconds of an epoch, and of each of its rows: a line through the epochs seen."""

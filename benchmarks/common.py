@@ -391,14 +391,13 @@ def run_penstock(flow: Any, args: Mapping[str, Any], *, warm: int | None = None)
 def checkpoint_state(checkpoint: Path, operator: str, key: Sequence[str]) -> pl.DataFrame:
     """The state of an operator in the newest checkpoint, put together from its files as a recovery would."""
     from penstock.state.checkpoint import Manifest, merge_frames
-    from penstock.state.codec import decode, select_slices
+    from penstock.state.codec import read_slices
     from penstock.state.table import DELETED, HASH
 
     newest = max((checkpoint / "manifests").iterdir())
     frames = []
     for file in Manifest.from_bytes(newest.read_bytes(), str(newest)).files[operator]:
-        meta, frame = decode((checkpoint / file.name).read_bytes(), file.name)
-        frames.append(select_slices(meta, frame, file.slices))
+        frames.append(read_slices((checkpoint / file.name).read_bytes(), file.name, file.slices))
     return merge_frames(frames, list(key), drop_deleted=True).drop(HASH, DELETED)
 
 

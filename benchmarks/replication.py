@@ -244,13 +244,12 @@ def penstock_paced(args: dict[str, Any]) -> Iterator[Figures]:
 def whole_bytes(folder: Path) -> int:
     """What a checkpoint of the whole state would take, in the same form as a delta."""
     from penstock.state.checkpoint import Manifest, merge_frames
-    from penstock.state.codec import decode, encode, select_slices
+    from penstock.state.codec import encode, read_slices
 
     newest = max((folder / "manifests").iterdir())
     frames = []
     for file in Manifest.from_bytes(newest.read_bytes(), str(newest)).files[words.OPERATOR]:
-        meta, frame = decode((folder / file.name).read_bytes(), file.name)
-        frames.append(select_slices(meta, frame, file.slices))
+        frames.append(read_slices((folder / file.name).read_bytes(), file.name, file.slices))
     whole = merge_frames(frames, ["word"], drop_deleted=True)
     return len(encode({}, whole, slices_total=64))
 

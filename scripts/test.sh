@@ -7,12 +7,12 @@ if (($#)); then
     exec "$python" -m pytest "$@"
 fi
 said=$(mktemp)
-"$python" -m pytest -m "not spark" -p no:cacheprovider tests/property tests/sim >"$said" 2>&1 &
+"$python" -m pytest -m "not spark" -p no:cacheprovider tests/crash tests/sim >"$said" 2>&1 &
 beside=$!
 trap 'kill "$beside" 2>/dev/null; rm -f "$said"' EXIT
 code=0
-"$python" -m pytest -m "not spark" --ignore=tests/property --ignore=tests/sim || code=$?
-echo "waiting for the tests in tests/property and tests/sim"
+"$python" -m pytest -m "not spark" --ignore=tests/crash --ignore=tests/sim || code=$?
+echo "waiting for the tests in tests/crash and tests/sim"
 wait "$beside" || code=$?
 cat "$said"
 "$python" -m pytest -m spark || code=$?

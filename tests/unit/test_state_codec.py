@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pytest
 from polars.testing import assert_frame_equal
 
@@ -59,6 +62,42 @@ def test_slices_are_sorted_indexed_and_selected() -> None:
         assert_frame_equal(codec.select_slices(meta, back, wanted).sort("n"), expected)
     assert sum(length for _, length in meta["slices"].values()) == 500
     assert codec.select_slices(meta, back, [99]).schema == frame.schema
+
+
+def test_a_few_slices_of_a_large_file_are_read_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "BATCH_ROWS", 100)
+    frame = sample(5_000)
+    data = codec.encode(META, frame, slices_total=16)
+    meta, whole = codec.decode(data, "x")
+    assert sum(meta["batches"]) == 5_000 and len(meta["batches"]) > 10
+    read: list[int] = []
+    real = pa.ipc.read_record_batch
+
+    def counting(*arguments: Any) -> Any:
+        read.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(pa.ipc, "read_record_batch", counting)
+    for wanted in ([], [3], [15, 0], [99, 7], range(16)):
+        read.clear()
+        found = codec.read_slices(data, "x", wanted)
+        assert_frame_equal(found, codec.select_slices(meta, whole, wanted))
+        assert len(read) == len([w for w in wanted if w < 16]), "each slice is a batch here"
+    some, rows = codec.decode(data, "x", [3])
+    assert some["rows"] == rows.height < 500 and list(some["slices"]) == ["3"]
+    damaged = bytearray(data)
+    damaged[-200] ^= 1
+    with pytest.raises(CorruptData, match="checksum"):
+        codec.read_slices(bytes(damaged), "x", [3])
+
+
+def test_columns_with_a_dictionary_stay_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "BATCH_ROWS", 10)
+    frame = sample(300).with_columns(e=pl.Series(["a", "b"] * 150, dtype=pl.Enum(["a", "b"])))
+    data = codec.encode(META, frame, slices_total=4)
+    assert "batches" not in codec.decode_header(data, "x")
+    numbers = slice_of(frame.get_column(HASH).to_numpy(), 4)
+    assert_frame_equal(codec.read_slices(data, "x", [1]), frame.filter(pl.Series(numbers == 1)))
 
 
 @pytest.fixture(scope="module")

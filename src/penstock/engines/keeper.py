@@ -334,7 +334,7 @@ class Keeper:
                 file = seed.files[0]
                 data = self._read(file.name)
                 check_file(file, data, file.name)
-                meta, frame = decode(data, file.name)
+                meta, frame = decode(data, file.name, seed.slices.intersection(file.slices))
                 seed.add(file, lambda number: select_slices(meta, frame, [number]), backups.key)
         except Exception as error:
             kept.seeding = backups.pinned = None

@@ -20,7 +20,7 @@ from typing import Any
 import penstock
 from penstock.errors import PenstockError
 from penstock.state.checkpoint import CompactionTask, DeltaFile, merge_frames
-from penstock.state.codec import checksum, decode, encode, select_slices
+from penstock.state.codec import checksum, encode, read_slices
 from penstock.state.store import Store
 
 NICENESS = 10
@@ -45,8 +45,7 @@ def merge_here(store: Store, merge: Merge) -> DeltaFile:
     task = merge.task
     frames = []
     for file in task.inputs:
-        meta, frame = decode(store.get(file.name), file.name)
-        frames.append(select_slices(meta, frame, file.slices))
+        frames.append(read_slices(store.get(file.name), file.name, file.slices))
     merged = merge_frames(frames, merge.key, drop_deleted=task.drop_deleted)
     data = encode(merge.meta, merged, slices_total=merge.slices)
     store.put(merge.name, data)

@@ -55,7 +55,7 @@ from penstock.operators.steps import BatchStep
 from penstock.plan import Edge, Plan, Stage
 from penstock.state.backup import Commit, cut
 from penstock.state.checkpoint import Manifest
-from penstock.state.codec import checksum, decode, encode, select_slices, sort_by_slice
+from penstock.state.codec import checksum, decode, encode, read_slices, sort_by_slice
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import Store
 from penstock.state.table import Fragment, KeyedTable
@@ -386,8 +386,7 @@ class Worker:
             table.load(pl.concat([frames[layer] for frames in taken.values() if layer < len(frames)]))
         rest = slices - taken.keys()
         for file in self._manifest(spec.checkpoint).files_for(spec.stage, rest) if rest else ():
-            meta, frame = decode(self.store.get(file.name), file.name)
-            table.load(select_slices(meta, frame, file.slices))
+            table.load(read_slices(self.store.get(file.name), file.name, file.slices))
         report.rebuilt = {"backup": len(taken), "durable": len(rest)}
 
     def _manifest(self, checkpoint: int) -> Manifest:

@@ -7,7 +7,8 @@
 All integers are little-endian. The checksum covers every byte before it: storage that loses or turns a bit is found
 out here, by name, before anything is read from the file. The header carries who wrote what (job, stage, kind, epochs,
 progress ...) and, as ``slices``, where each slice's rows lie: rows are sorted by slice, so that a container takes only
-its own slices.
+its own slices. A large file is several record batches, none with a part of a slice; their rows are in the header as
+``batches``. Who wants a few slices decompresses only the batches that they are in.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import xxhash
 
 from penstock.errors import CorruptData
@@ -30,6 +32,9 @@ MAGIC: Final = b"PNSK"
 VERSION: Final = 1
 _HEAD: Final = struct.Struct("<4sHHI")
 _TAIL: Final = struct.Struct("<Q")
+
+BATCH_ROWS: Final = 1 << 14
+"""A record batch has at least so many rows, but for the last."""
 
 Compression = Literal["lz4", "zstd", "uncompressed"]
 
@@ -53,33 +58,96 @@ def encode(
     slices_total: int | None = None,
     compression: Compression = "lz4",
 ) -> bytes:
-    """One file. With ``slices_total`` the rows are sorted by slice and the header gets ``slices`` and
-    ``slices_total``."""
+    """One file. With ``slices_total`` the rows are sorted by slice and the header gets ``slices``, ``slices_total``
+    and, where there are several, ``batches``."""
     header = dict(meta)
+    batches: list[int] = []
     if slices_total is not None:
         frame, index = sort_by_slice(frame, slices_total)
         header["slices_total"] = slices_total
         header["slices"] = {str(number): place for number, place in index.items()}
+        batches = _cuts(frame, [offset + length for offset, length in index.values()])
+        if batches:
+            header["batches"] = batches
     header["rows"] = frame.height
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     out = io.BytesIO()
     out.write(_HEAD.pack(MAGIC, VERSION, 0, len(text)))
     out.write(text)
-    frame.rechunk().write_ipc_stream(out, compression=compression)
+    if batches:
+        _write_batches(out, frame, batches, compression)
+    else:
+        frame.rechunk().write_ipc_stream(out, compression=compression)
     body = out.getvalue()
     return body + _TAIL.pack(xxhash.xxh3_64_intdigest(body))
 
 
-def decode(data: bytes, path: str) -> tuple[dict[str, Any], pl.DataFrame]:
-    """Header and rows of a file. ``path`` is for the error only. Raises CorruptData unless every byte is as written."""
+def _cuts(frame: pl.DataFrame, ends: list[int]) -> list[int]:
+    """Rows of each record batch, with cuts at these places alone; none for a file that stays in one piece."""
+    if any(dtype in (pl.Categorical, pl.Enum) for dtype in frame.dtypes):
+        return []  # a dictionary, which every batch needs
+    rows: list[int] = []
+    begin = 0
+    for end in ends:
+        if end - begin >= BATCH_ROWS or (end == frame.height and rows):
+            rows.append(end - begin)
+            begin = end
+    return rows if len(rows) > 1 else []
+
+
+def _write_batches(out: io.BytesIO, frame: pl.DataFrame, batches: list[int], compression: Compression) -> None:
+    # Not as views: of those, each batch would carry the text of all.
+    table: Any = frame.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
+    options = pa.ipc.IpcWriteOptions(compression=None if compression == "uncompressed" else compression)
+    with pa.ipc.new_stream(out, table.schema, options=options) as writer:
+        begin = 0
+        for rows in batches:
+            writer.write_table(table.slice(begin, rows))
+            begin += rows
+
+
+def decode(data: bytes, path: str, only: Collection[int] | None = None) -> tuple[dict[str, Any], pl.DataFrame]:
+    """Header and rows of a file. ``path`` is for the error only. Raises CorruptData unless every byte is as written.
+
+    ``only``: of these slices all rows, of others some or none; ``slices`` in the header tells what is there.
+    """
     meta, start = _check(data, path)
+    body = memoryview(data)[start : -_TAIL.size]
     try:
-        frame = pl.read_ipc_stream(io.BytesIO(memoryview(data)[start : -_TAIL.size]))
+        if only is not None and "batches" in meta:
+            return _read_batches(meta, body, only)
+        frame = pl.read_ipc_stream(io.BytesIO(body))
     except Exception as error:
         raise _corrupt(path, f"its Arrow part cannot be read ({type(error).__name__})") from error
     if frame.height != meta.get("rows"):
         raise _corrupt(path, f"it has {frame.height} rows where its header says {meta.get('rows')}")
     return meta, frame
+
+
+def _read_batches(meta: dict[str, Any], body: memoryview, only: Collection[int]) -> tuple[dict[str, Any], pl.DataFrame]:
+    """The batches that some slices are in: a message that is not wanted is not decompressed."""
+    reader = pa.BufferReader(pa.py_buffer(body))
+    schema = pa.ipc.read_schema(pa.ipc.read_message(reader))
+    index: dict[str, list[int]] = meta["slices"]
+    wanted = {index[str(number)][0] for number in only if str(number) in index}
+    batches, begin, there = [], 0, 0
+    kept: dict[str, list[int]] = {}
+    for rows in meta["batches"]:
+        message = pa.ipc.read_message(reader)
+        inside = {number: place for number, place in index.items() if begin <= place[0] < begin + rows}
+        if any(offset in wanted for offset, _ in inside.values()):
+            batches.append(pa.ipc.read_record_batch(message, schema))
+            kept |= {number: [offset - begin + there, length] for number, (offset, length) in inside.items()}
+            there += rows
+        begin += rows
+    frame = pl.DataFrame(pa.Table.from_batches(batches, schema))
+    return {**meta, "slices": kept, "rows": frame.height}, frame
+
+
+def read_slices(data: bytes, path: str, wanted: Collection[int]) -> pl.DataFrame:
+    """The rows of some slices of a file."""
+    meta, frame = decode(data, path, wanted)
+    return select_slices(meta, frame, wanted)
 
 
 def decode_header(data: bytes, path: str) -> dict[str, Any]:
@@ -134,4 +202,4 @@ def _corrupt(path: str, why: str) -> CorruptData:
     )
 
 
-__all__ = ["checksum", "decode", "decode_header", "encode", "select_slices", "sort_by_slice"]
+__all__ = ["checksum", "decode", "decode_header", "encode", "read_slices", "select_slices", "sort_by_slice"]

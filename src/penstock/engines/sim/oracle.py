@@ -24,7 +24,7 @@ from penstock.engines.task import DEAD_LETTERS
 from penstock.ids import StageId
 from penstock.plan import Plan, compile_flow
 from penstock.state.checkpoint import Manifest
-from penstock.state.codec import decode, select_slices
+from penstock.state.codec import read_slices
 from penstock.state.store import MemoryStore, Store
 from penstock.state.table import KeyedTable
 
@@ -113,8 +113,7 @@ def final_state(store: Store, plan: Plan) -> dict[str, pl.DataFrame]:
             table = KeyedTable(layout)
             slices = manifest.routing["slices"]
             for file in manifest.files_for(StageId(stage.id), range(slices)):
-                meta, frame = decode(store.get(file.name), file.name)
-                table.load(select_slices(meta, frame, file.slices))
+                table.load(read_slices(store.get(file.name), file.name, file.slices))
             out[str(stage.id)] = table.export(range(slices), slices)
     return out
 

@@ -15,5 +15,5 @@ code=0
 echo "waiting for the tests in tests/crash and tests/sim"
 wait "$beside" || code=$?
 cat "$said"
-"$python" -m pytest -m spark || code=$?
+"$python" -m pytest -m spark --durations=12 || code=$?
 exit "$code"

@@ -343,8 +343,9 @@ class KeyedTable:
         cut = self._rows_of(pieces)
         cut = cut[self._in_slices(cut, slices, slices_total)]
         self._bury(cut[self._live.array[cut]])
-        self._forget_history(np.concatenate([cut, self._rows_of(whole)]))
-        self._drop_parts(whole, self._rows_of(whole))
+        rows = self._rows_of(whole)
+        self._forget_history(np.concatenate([cut, rows]))
+        self._drop_parts(whole, rows)
         self._sweep_if_due()
 
     def load(self, frame: pl.DataFrame) -> None:

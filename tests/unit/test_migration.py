@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.control.controller import COMMITS_KEPT, MOVING_EPOCH_S, Controller
+from penstock.control.controller import COMMITS_KEPT, INPUT_PAUSE_S, MOVING_EPOCH_S, Controller
 from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
@@ -607,6 +607,21 @@ def test_a_stage_without_state_is_rescaled_at_once(stage: StageId, instances: in
 # -- idle, stop and end ------------------------------------------------------------------------------------------------
 
 
+def test_while_input_comes_no_empty_epochs_run_between_its_own() -> None:
+    d = fleet("a", "b")
+    d.move(0, to=1)
+    d.epoch()
+    came = d.controller.last_input
+    assert came > 0
+
+    def asked(at: float) -> bool:
+        out = [*d.step(NothingNew(at, d.controller.next_epoch)), *d.step(Tick(at))]
+        return any(c.even_if_empty for c in out if isinstance(c, PlanEpoch))
+
+    assert not any(asked(came + k / 20) for k in range(1, 20))
+    assert any(asked(came + INPUT_PAUSE_S + k / 20) for k in range(1, 5))
+
+
 def test_without_input_empty_epochs_carry_the_move() -> None:
     d = fleet("a", "b")
     d.move(0, to=1)
@@ -797,7 +812,7 @@ def test_a_source_is_read_elsewhere_before_its_node_is_given_back() -> None:
     d.until(lambda: any(isinstance(c, ReleaseNodes) for c in d.commands), most=5)
 
 
-@pytest.mark.parametrize(("megabytes", "switches"), [(1, 1), (64, 2), (1000, 4)])
+@pytest.mark.parametrize(("megabytes", "switches"), [(1, 1), (128, 2), (2000, 4)])
 def test_a_container_takes_over_so_much_state_at_a_time(megabytes: int, switches: int) -> None:
     d = fleet("a", "b")  # of 8 slices each has 4
     d.state_bytes = megabytes * 2**20 // 2

@@ -87,6 +87,8 @@ CATCH_UP_S = 2.0
 """After a checkpoint the next one waits so long for copies to get there, while slices are on the move."""
 MOVING_EPOCH_S = 0.1
 """Without input, empty epochs run so often while slices are on the move."""
+INPUT_PAUSE_S = 1.0
+"""Input that stays away so long does not come just now."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Controller(Shape):
         self.logged_through = NO_EPOCH
         self.planning = False
         self.idle_since: float | None = None
+        self.last_input = float("-inf")
         self.last_plan = -1e9
         self.stopping = False
         self.away = False
@@ -273,6 +276,8 @@ class Controller(Shape):
             return []
         self.planning = False
         self.idle_since = None
+        if event.ranges:
+            self.last_input = event.now
         self.exhausted |= set(event.exhausted)
         return self._begin(event.ranges, event.clock_ms, event.now)
 
@@ -738,7 +743,9 @@ class Controller(Shape):
         heartbeat = self.idle_since is not None and now - self.idle_since >= self.settings.idle_epoch_s
         changing = self.migration or self.handed or self.resizes or self.leaving - self.released
         if self.idle_since is not None and changing:
-            heartbeat = heartbeat or now - self.idle_since >= MOVING_EPOCH_S  # slices move with epochs
+            # Slices move with epochs. While input comes, its epochs will do: others would only take its time.
+            silent = now - self.last_input >= INPUT_PAUSE_S
+            heartbeat = heartbeat or (silent and now - self.idle_since >= MOVING_EPOCH_S)
         self.planning = True
         self.last_plan = now
         return [PlanEpoch(self.next_epoch, dict(self.offsets), self.pacer.rows_max, heartbeat)]

@@ -702,6 +702,8 @@ class Controller(Shape):
                 self._set_routing(self.routing.rescale(stage, instances))
             if self.rescales:
                 self._house()
+                if self.short:  # some of the containers that slices were dealt out to wait for nodes
+                    self._make_do()
                 self._vacate()
                 self._rehold()
             self.rescales.clear()

@@ -82,8 +82,6 @@ def keys_of(moved_mb: int) -> int:
     return moved_mb * 1_000_000 * MANY // ((MANY - FEW) * BYTES_PER_KEY)
 
 
-SLICES = 256
-"""For state of gigabytes, as the guide says: a slice changes hands as a whole, and 2 GB in 64 would be 50 MB each."""
 FEW_KEYS, MANY_KEYS = 300_000, 3_000_000
 """The sizes at which Structured Streaming takes part."""
 PHASES = (Phase(FEW_KEYS), Phase(keys_of(50), 2), Phase(MANY_KEYS, 2), Phase(keys_of(600)), Phase(keys_of(2_000)))
@@ -431,7 +429,7 @@ def start_totals(args: Mapping[str, Any], **settings: Any) -> tuple[Any, Recorde
         "spark.executor.memory": f"{EXECUTOR_MB}m",
         "spark.local.dir": str(work / "spark"),
     }
-    config = ps.Config(checkpoint=str(work / "checkpoint"), slices=SLICES, control=False, spark=spark, **settings)
+    config = ps.Config(checkpoint=str(work / "checkpoint"), control=False, spark=spark, **settings)
     job = start(flow, engine="spark", config=config)
     wait_for(lambda: job.status().phase in ("running", "failed"), recovery.SETTLE_S_MAX, "the job runs")
     return job, Recorder(job._runtime)

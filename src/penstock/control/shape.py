@@ -194,6 +194,7 @@ class Shape:
         stage = event.stage
         if not self.topology[stage].stateful:  # its slices follow its containers
             return [Tell(f"slices of '{stage}' stay: it has no state to move")]
+        self.migration.expire(event.now, self.settings.move_timeout_s)  # one whose time is just up begins anew
         usable = {p.container for p in self.peers(stage)}
         targets = {s: c for s, c in event.targets.items() if c in usable and 0 <= s < self.routing.slices}
         out = self._ask(stage, targets, event.now, event.reason)

@@ -76,13 +76,18 @@ def test_a_process_that_does_not_start_is_no_reason_not_to_merge(
     assert MergeAside()(store, asked).rows == 9 and store.exists(asked.name)
 
 
+def instead_of_python(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = place / "script"
+    script.write_text(f"#!/bin/sh\n{command}\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(merging.sys, "executable", str(script))
+
+
 def test_a_merge_that_is_killed_is_not_tried_in_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was too large for a process of its own would take the job with it."""
     store = FsspecStore(str(tmp_path))
     asked = merge(store)
-    (tmp_path / "killed").write_text("#!/bin/sh\nkill -KILL $$\n")
-    (tmp_path / "killed").chmod(0o700)
-    monkeypatch.setattr(merging.sys, "executable", str(tmp_path / "killed"))
+    instead_of_python("kill -KILL $$", tmp_path, monkeypatch)
     with pytest.raises(PenstockError, match="signal 9"):
         MergeAside()(store, asked)
     assert not store.exists(asked.name)
@@ -91,9 +96,7 @@ def test_a_merge_that_is_killed_is_not_tried_in_the_driver(tmp_path: Path, monke
 def test_the_end_of_the_job_ends_a_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(str(tmp_path))
     asked = merge(store)
-    (tmp_path / "sleeps").write_text("#!/bin/sh\nexec sleep 600\n")
-    (tmp_path / "sleeps").chmod(0o700)
-    monkeypatch.setattr(merging.sys, "executable", str(tmp_path / "sleeps"))
+    instead_of_python("exec sleep 600", tmp_path, monkeypatch)
     aside = MergeAside()
     refused: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import pickle
 from typing import Any
 
@@ -428,6 +429,24 @@ def test_a_column_grows_in_place_or_is_copied() -> None:
     column.clear(100, 100_000)
     assert column.array[98:100].tolist() == [7, 7] and column.array[100_000] == 7
     assert not column.array[100:100_000].any()
+
+
+def test_a_system_without_large_pages_or_mappings_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError("no such advice")
+
+    def none(*_: Any, **__: Any) -> mmap.mmap:
+        raise OSError("cannot allocate memory")
+
+    for stand_in, mapped in ((Plain, True), (none, False)):
+        monkeypatch.setattr(memory_module.mmap, "mmap", stand_in)
+        column = memory_module.Column(np.int64)
+        column.grow(memory_module.MAPPED_BYTES_MIN)
+        assert (column._mapping is not None) is mapped
+        column.array[:] = 7
+        column.clear(100, 100_000)
+        assert not column.array[100:100_000].any() and column.array[99] == column.array[100_000] == 7
 
 
 def test_a_column_holds_its_fill_wherever_nothing_was_written() -> None:

@@ -7,6 +7,7 @@ cannot, or where somebody still looks at the array, they are copied like any oth
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import Any, Final
 
@@ -51,8 +52,9 @@ class Column:
             item = self.dtype.itemsize
             begin, end = -(-start * item // mmap.PAGESIZE), stop * item // mmap.PAGESIZE
             if end - begin > 1 and mmap.PAGESIZE % item == 0 and hasattr(mmap, "MADV_DONTNEED"):
-                first, last = begin * mmap.PAGESIZE // item, end * mmap.PAGESIZE // item
-                self._mapping.madvise(mmap.MADV_DONTNEED, begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE)
+                with contextlib.suppress(OSError):  # then it is written over
+                    self._mapping.madvise(mmap.MADV_DONTNEED, begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE)
+                    first, last = begin * mmap.PAGESIZE // item, end * mmap.PAGESIZE // item
         self.array[start:first] = self.fill
         self.array[last:stop] = self.fill
 
@@ -60,9 +62,14 @@ class Column:
         if self.dtype.hasobject or not _PRIVATE or size * self.dtype.itemsize < MAPPED_BYTES_MIN:
             self._move(self._ordinary(size), None)
         elif not self._stretch(size):
-            mapping = mmap.mmap(-1, size * self.dtype.itemsize, flags=_PRIVATE)
+            try:
+                mapping = mmap.mmap(-1, size * self.dtype.itemsize, flags=_PRIVATE)
+            except OSError:  # too many of them, or no memory: numpy has its own ways, and a clear error
+                self._move(self._ordinary(size), None)
+                return
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
+                with contextlib.suppress(OSError):  # not every system has large pages
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
             self._move(np.frombuffer(mapping, dtype=self.dtype), mapping)
 
     def _stretch(self, size: int) -> bool:

@@ -8,6 +8,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +21,9 @@ from penstock.connectors.base import Offset, ReadResult, Source, SourceContext
 from penstock.connectors.push import PushSource
 from penstock.connectors.push_http import HttpSource
 from penstock.connectors.spool import Batch, Spool, SpoolClosed, SpoolFull, cut
+from penstock.control.events import WriteManifest
 from penstock.engines.job import Job, start
+from penstock.engines.runtime import Runtime
 from penstock.errors import CheckpointInUse, CorruptData, FlowError, SourceError
 from penstock.state.store import FailingStore, MemoryStore
 
@@ -319,7 +322,24 @@ def test_without_a_checkpoint_directory_the_job_says_what_that_means() -> None:
     assert any("no checkpoint directory" in n for n in job.notices)
 
 
-def test_a_flow_over_an_iterator_ends_with_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_flow_over_an_iterator_ends_with_it_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The thread that collects garbage is still busy with the last manifest when the job ends.
+    ending, shutdown, write = threading.Event(), ThreadPoolExecutor.shutdown, Runtime._write_manifest
+
+    def ends(pool: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        shutdown(pool, wait=False, cancel_futures=cancel_futures)
+        if pool._thread_name_prefix == "penstock-publish":
+            ending.set()
+        shutdown(pool, wait=wait)
+
+    def writing(runtime: Runtime, command: WriteManifest) -> None:
+        write(runtime, command)
+        assert not command.manifest.clocks["final"] or ending.wait(30)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", ends)
+    monkeypatch.setattr(Runtime, "_write_manifest", writing)
     got = ps.memory()
     flow = ps.Flow("counted")
     stream = flow.source("in", ps.iterator(lambda skip: ((f"k{i % 3}", i) for i in range(skip, 3000)), SCHEMA))

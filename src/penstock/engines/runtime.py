@@ -300,6 +300,8 @@ class Runtime:
             self._execute(command)
 
     def _close(self) -> None:
+        if self.error is None:
+            self.publisher.shutdown(wait=True)  # what the last checkpoint made superfluous goes too
         if callable(abandon := getattr(self.store, "abandon", None)):
             abandon()  # who still waits for the store waits for nothing
         self.planner.shutdown(wait=True, cancel_futures=True)

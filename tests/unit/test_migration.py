@@ -289,7 +289,7 @@ def test_a_copy_that_is_too_far_behind_is_not_switched_to() -> None:
     assert d.until(lambda: not d.phases) > 1 and d.outcomes == [(0, "done")]
 
 
-def test_a_second_round_waits_for_the_checkpoint_after_the_first() -> None:
+def test_what_is_asked_for_later_waits_for_the_checkpoint_after_the_first_switch() -> None:
     d = fleet("a", "b")
     d.move(0, to=1)
     d.until(lambda: d.phases == {0: "switch"})
@@ -827,6 +827,29 @@ def test_a_container_takes_over_so_much_state_at_a_time(megabytes: int, switches
     steps = sorted(set(seen))
     assert steps[-1] == 8 and len(steps) == switches + 1, steps
     assert {b - a for a, b in pairwise(steps)} == {4 // switches}
+
+
+@pytest.mark.parametrize(("epoch_s", "checkpoints"), [(0.001, 2), (1.0, 3), (5.0, 5)])
+def test_switches_follow_each_other_until_a_checkpoint_is_due(epoch_s: float, checkpoints: int) -> None:
+    """One after the asking, one at the end; in between as time goes, at most one for each switch."""
+    d = fleet("a", "b", checkpoint_interval_s=2.0)
+    d.state_bytes = 2**30  # a slice of 256 MB is a switch of its own
+    d.epoch()
+    before = d.controller.committed
+    mine = [s for s, c in enumerate(d.controller.routing.owners[COUNT]) if c == 0]
+    d.now += 1.0
+    d.move(*mine, to=1)
+    committed, handovers = [before], 0
+    for _ in range(40):
+        d.now += epoch_s
+        handovers += bool(d.runs[d.epoch(), COUNT].handover)
+        if d.controller.committed != committed[-1]:
+            committed.append(d.controller.committed)
+        if not d.phases:
+            break
+    assert handovers == len(mine) == 4
+    assert len(committed) - 1 == checkpoints
+    assert d.controller.committed == max(e for e, _ in d.runs), "it came as soon as there was nothing more to switch"
 
 
 def test_somebody_must_stay() -> None:

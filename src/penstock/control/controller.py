@@ -83,8 +83,9 @@ RECOVERIES_MAX = 5
 """Recoveries in a row without a new epoch published, or a checkpoint taken, in between."""
 COMMITS_KEPT = 6
 """Whoever keeps copies hears of each checkpoint so often."""
-CATCH_UP_S = 2.0
-"""After a checkpoint the next one waits so long for copies to get there, while slices are on the move."""
+CATCH_UP_S = 4.0
+"""After a checkpoint the next one waits so long while slices are on the move: for copies to get there, and for as many
+switches as there is time for."""
 MOVING_EPOCH_S = 0.1
 """Without input, empty epochs run so often while slices are on the move."""
 INPUT_PAUSE_S = 1.0
@@ -285,7 +286,7 @@ class Controller(Shape):
         epoch = self.next_epoch
         last = max(self.log.values(), key=lambda r: int(r["epoch"]), default={"clock_ms": self.clocks.get(CLOCK, 0)})
         clock_ms = max(clock_ms, last["clock_ms"])
-        handover = self._reroute(epoch, now)
+        handover = self._reroute(epoch, now, self._checkpoint_due(now))
         new_routing = self.routing.version != self.routing_logged
         record: dict[str, Any] = {
             "epoch": epoch,
@@ -366,7 +367,8 @@ class Controller(Shape):
             self._note_published(run)
         if self.switching is not None and run.epoch >= self.switching:
             self.switching = None
-            self.checkpoint_wanted = True  # then the moves are over, and the next may switch
+            if not self._ready():
+                self.checkpoint_wanted = True  # then the moves are over, and copies of the rest catch up
             self.migration.published(run.epoch)
         # What containers sent to their peers is read in the next epoch.
         sent = bool(run.sends)

@@ -106,6 +106,7 @@ class Shape:
         self.switching: Epoch | None = None
         """The first epoch with new owners, until it is published."""
         self.switched = NO_EPOCH
+        """The last of them."""
         self.checkpoint_wanted = False
         self.respread: set[str] = set()
         """Why slices should be spread anew, when there is somebody to take them."""
@@ -622,7 +623,7 @@ class Shape:
         self.migration.up(stage, self._awake(stage))
         return self._warm_up(stage, {m.target for m in self.migration.in_phase("prepare") if m.stage == stage})
 
-    def _reroute(self, epoch: Epoch, now: float) -> dict[StageId, dict[int, int]]:
+    def _reroute(self, epoch: Epoch, now: float, checkpoint_due: bool) -> dict[StageId, dict[int, int]]:
         """Between two epochs: what was handed over has new owners; what is ready is handed over in this epoch."""
         if self.recovering:
             return {}  # all that runs again does so under one table
@@ -639,6 +640,8 @@ class Shape:
         ready = self._ready()
         if not ready or self.checkpoint is not None or self.switching is not None:
             return {}
+        if self.committed < self.switched and checkpoint_due:
+            return {}  # one switch after the other would put the checkpoint off for ever
         self.handed = ready
         self.switching = self.switched = Epoch(epoch + 1)
         self.migration.switch(ready, self.switching)
@@ -648,7 +651,7 @@ class Shape:
         return handover
 
     def _ready(self) -> list[Move]:
-        if self.committed < self.switched or self.final:
+        if self.final:
             return []
         ready = [
             m

@@ -38,10 +38,17 @@ def test_aside_is_the_same_as_here(tmp_path: Path) -> None:
     here = merge_here(store, asked)
     data = store.get(asked.name)
     store.delete(asked.name)
-    aside = MergeAside()
+    aside = MergeAside(small_bytes=0)
     assert aside(store, asked) == here and here.rows == 9
     assert store.get(asked.name) == data
     assert aside._running == set()
+
+
+def test_a_small_merge_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FsspecStore(str(tmp_path))
+    asked = merge(store)
+    monkeypatch.setattr("subprocess.Popen", None)
+    assert MergeAside()(store, asked).rows == 9 and store.exists(asked.name)
 
 
 def test_what_goes_wrong_aside_is_said_here(tmp_path: Path) -> None:
@@ -49,10 +56,10 @@ def test_what_goes_wrong_aside_is_said_here(tmp_path: Path) -> None:
     asked = merge(store)
     store.put("state/s/1.delta", b"rubbish")
     with pytest.raises(CorruptData, match=r"1\.delta"):
-        MergeAside()(store, asked)
+        MergeAside(small_bytes=0)(store, asked)
     store.delete("state/s/1.delta")
     with pytest.raises((PenstockError, OSError), match=r"1\.delta"):
-        MergeAside()(store, asked)
+        MergeAside(small_bytes=0)(store, asked)
 
 
 class OfThisProcess(MemoryStore):
@@ -64,7 +71,7 @@ class OfThisProcess(MemoryStore):
 def test_a_store_that_only_this_process_has_is_merged_here() -> None:
     store = OfThisProcess()
     asked = merge(store)
-    assert MergeAside()(store, asked).rows == 9 and store.exists(asked.name)
+    assert MergeAside(small_bytes=0)(store, asked).rows == 9 and store.exists(asked.name)
 
 
 def test_a_process_that_does_not_start_is_no_reason_not_to_merge(
@@ -73,7 +80,7 @@ def test_a_process_that_does_not_start_is_no_reason_not_to_merge(
     store = FsspecStore(str(tmp_path))
     asked = merge(store)
     monkeypatch.setattr(merging.sys, "executable", "/bin/false")
-    assert MergeAside()(store, asked).rows == 9 and store.exists(asked.name)
+    assert MergeAside(small_bytes=0)(store, asked).rows == 9 and store.exists(asked.name)
 
 
 def instead_of_python(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +96,7 @@ def test_a_merge_that_is_killed_is_not_tried_in_the_driver(tmp_path: Path, monke
     asked = merge(store)
     instead_of_python("kill -KILL $$", tmp_path, monkeypatch)
     with pytest.raises(PenstockError, match="signal 9"):
-        MergeAside()(store, asked)
+        MergeAside(small_bytes=0)(store, asked)
     assert not store.exists(asked.name)
 
 
@@ -97,7 +104,7 @@ def test_the_end_of_the_job_ends_a_merge(tmp_path: Path, monkeypatch: pytest.Mon
     store = FsspecStore(str(tmp_path))
     asked = merge(store)
     instead_of_python("exec sleep 600", tmp_path, monkeypatch)
-    aside = MergeAside()
+    aside = MergeAside(small_bytes=0)
     refused: list[str] = []
 
     def work() -> None:

@@ -9,13 +9,16 @@ import socket
 import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from penstock.engines.spark import slots
+from penstock.engines.spark import session, slots
 
 WAIT_S = 30.0
 SECRET = "open sesame"
@@ -356,3 +359,50 @@ def test_it_needs_no_more_than_the_standard_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, slots.__file__], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# -- what it need not compile ------------------------------------------------------------------------------------------
+
+
+def pyspark_in(place: Path, version: str, *, packed: bool) -> str:
+    files = {"pyspark/__init__.py": "", "pyspark/version.py": f"__version__ = {version!r}\n", "py4j/__init__.py": ""}
+    if not packed:
+        for name, text in files.items():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(text)
+        return str(place)
+    place.mkdir()
+    for archive, package in (("pyspark.zip", "pyspark"), ("py4j-0.10-src.zip", "py4j")):
+        with zipfile.ZipFile(place / archive, "w") as made:
+            for name, text in files.items():
+                if name.startswith(package):
+                    made.writestr(name, text)
+    return str(place / "pyspark.zip")
+
+
+@pytest.mark.parametrize(("brought", "taken"), [("4.3.0", "installed"), ("4.3.1", "archive")])
+def test_pyspark_is_taken_from_an_archive_only_if_it_must_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brought: str, taken: str
+) -> None:
+    archive = pyspark_in(tmp_path / "spark", brought, packed=True)
+    installed = pyspark_in(tmp_path / "site", "4.3.0", packed=False)
+    before = [archive, str(tmp_path / "spark" / "py4j-0.10-src.zip"), "/nowhere", installed]
+    monkeypatch.setattr(sys, "path", list(before))
+    slots.prefer_installed()
+    assert sys.path == (before[2:] if taken == "installed" else before)
+
+
+def test_without_an_installation_the_archive_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [pyspark_in(tmp_path / "spark", "4.3.0", packed=True), "/nowhere"]
+    monkeypatch.setattr(sys, "path", list(before))
+    slots.prefer_installed()
+    assert sys.path == before
+
+
+def test_the_package_is_sent_compiled() -> None:
+    sent: list[str] = []
+    context: Any = SimpleNamespace(addPyFile=sent.append)
+    session.ship_package(context)
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import penstock.ids as m; print(m.__file__, m.StageId('a'))"
+    said = subprocess.run([sys.executable, "-c", code, *sent], capture_output=True, text=True, check=True).stdout
+    assert said == f"{Path(sent[0], 'penstock', 'ids.pyc')} a\n"

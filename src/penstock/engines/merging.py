@@ -1,7 +1,8 @@
 """Merging files of checkpoints: fewer to read at a restart. The live tables are not touched.
 
-On Spark this happens in a process of its own that gives way to all others and keeps to one core: a merge may take
-seconds, and in the driver it would take them, on all cores, from the epochs that go on meanwhile.
+On Spark a large merge happens in a process of its own that gives way to all others and keeps to one core: it may take
+seconds, and in the driver it would take them, on all cores, from the epochs that go on meanwhile. A small one takes
+less than a process takes to start.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from penstock.state.store import Store
 
 NICENESS = 10
 """About a tenth of a core where all are busy: a merge that never ends would be no better."""
+
+SMALL_BYTES = 4 * 2**20
+"""Of files. So much is merged in a tenth of a second; a process takes half a second of a core to start."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,19 @@ def merge_here(store: Store, merge: Merge) -> DeltaFile:
 
 
 class MergeAside:
-    """``merge_here``, in a process for each merge. It ends with the job; a file half-written has a name of its own, and
-    one that nobody names any more is removed with the others.
+    """``merge_here``, in a process for each merge that is not small. It ends with the job; a file half-written has a
+    name of its own, and one that nobody names any more is removed with the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, small_bytes: int = SMALL_BYTES) -> None:
+        self.small_bytes = small_bytes
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._closed = False
 
     def __call__(self, store: Store, merge: Merge) -> DeltaFile:
+        if sum(f.bytes for f in merge.task.inputs) < self.small_bytes:
+            return merge_here(store, merge)
         try:
             asked = pickle.dumps((store, merge))
         except Exception:  # a file system of the user's own: here we can reach it

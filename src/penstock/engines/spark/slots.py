@@ -38,7 +38,9 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from typing import Any, BinaryIO, NoReturn
+from zipimport import zipimporter
 
 SLOT = "PENSTOCK_SLOT"
 IDLE = "PENSTOCK_SLOT_IDLE_S"
@@ -443,8 +445,29 @@ def _terminated(number: int, frame: object) -> NoReturn:
     sys.exit(1)
 
 
+def prefer_installed() -> None:
+    """PySpark as this machine has it installed, if that is what Spark brings in archives: Python keeps nothing that it
+    compiles from an archive, and each of our processes would take a second for it."""
+    archives = [p for p in sys.path if os.path.basename(p) == "pyspark.zip" or _is_py4j(os.path.basename(p))]
+    rest = [p for p in sys.path if p not in archives]
+    found = PathFinder.find_spec("pyspark", rest)
+    if found is None or found.origin is None or PathFinder.find_spec("py4j", rest) is None:
+        return
+    with contextlib.suppress(OSError, ImportError, StopIteration):
+        with open(os.path.join(os.path.dirname(found.origin), "version.py"), "rb") as file:
+            installed = file.read()
+        brought = next(p for p in archives if os.path.basename(p) == "pyspark.zip")
+        if zipimporter(brought).get_data(os.path.join("pyspark", "version.py")) == installed:
+            sys.path[:] = rest
+
+
+def _is_py4j(name: str) -> bool:
+    return name.startswith("py4j-") and name.endswith("-src.zip")
+
+
 def manager() -> None:
     """What ``python -m`` runs."""
+    prefer_installed()
     if not is_dedicated(os.environ.get(SLOT, "")):
         from pyspark.daemon import manager as stock
 

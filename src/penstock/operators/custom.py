@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from functools import cache
 from itertools import islice
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from zoneinfo import ZoneInfo
 
@@ -210,6 +211,12 @@ def read_signatures(id: str, operator: Operator, timed: bool) -> tuple[Signature
 # -- running it ------------------------------------------------------------------------------------------------------
 
 
+@cache
+def _compiled(text: str) -> CodeType:
+    """An outlet is made for every task; what it is called with is that of its operator."""
+    return compile(text, "<emit>", "exec")
+
+
 class Outlet:
     """Where emitted rows go: one list for each column, and how many rows each key had made by its end."""
 
@@ -228,7 +235,7 @@ class Outlet:
         if clash:
             return self._by_name()
         scope: dict[str, Any] = dict(appends)
-        exec(f"def emit({', '.join(names)}): {body}", scope)
+        exec(_compiled(f"def emit({', '.join(names)}): {body}"), scope)
         emit: Emit = scope["emit"]
         return emit
 

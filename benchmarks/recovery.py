@@ -111,7 +111,8 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
                 traces += events
     notes = [
         "to_next_output_s: from SIGKILL to the first output that had not been committed before.",
-        "rebuild_s: the longest time that a container took to bring lost slices up; spark_s: all the rest.",
+        "rebuild_s: the longest time that a container took to bring lost slices up; spark_s: all the rest. "
+        "rebuild_cpu_s: what that took of the cores; the rest it waited for one, while Spark started new executors.",
         "detect_s + drain_s + replay_s is to_next_output_s: until the loss is seen, until what still ran is gone, and "
         "until the epochs since the last checkpoint have run again and one more is out.",
         "from_backup, from_durable: slices brought up from a peer's copy, or from the checkpoint.",
@@ -202,6 +203,9 @@ def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
     found["two_failures_vs_one"] = _over(median(ours, output, 2), one)
     found["three_failures_vs_one"] = _over(median(ours, output, 3), one)
     found["three_failures_rebuild_vs_one"] = _over(median(ours, "rebuild_s", 3), median(ours, "rebuild_s", 1))
+    for kills in (1, 2, 3):
+        found[f"rebuild_s_failures_{kills}"] = median(ours, "rebuild_s", kills)
+        found[f"rebuild_cpu_s_failures_{kills}"] = median(ours, "rebuild_cpu_s", kills)
     for axis, names in (("executors", "holders"), ("interval_s", "interval"), ("backups", "backups")):
         values = sorted({row[axis] for row in ours})
         for value in values if len(values) > 1 else ():
@@ -222,7 +226,7 @@ def penstock_kill(at: float, trace: Sequence[Mapping[str, Any]]) -> Figures:
     published = max((entry["epoch"] for entry in before if entry["what"] == "EpochPublished"), default=0)
     seen = next((entry["at"] for entry in after if _says_lost(entry)), None)
     begun: float | None = None
-    repeated, rebuild_ms, attempts = 0, 0.0, 0
+    repeated, rebuild_ms, cpu_ms, attempts = 0, 0.0, 0.0, 0
     sources: Counter[str] = Counter()
     for entry in after:
         if entry.get("attempt", 0) <= attempt:
@@ -234,6 +238,7 @@ def penstock_kill(at: float, trace: Sequence[Mapping[str, Any]]) -> Figures:
             begun = entry["at"]
         if entry["what"] == "StageDone":
             rebuild_ms = max(rebuild_ms, entry["load_ms"])
+            cpu_ms = max(cpu_ms, entry["load_cpu_ms"])
             sources.update(entry["rebuilt"])
         if entry["what"] == "EpochPublished" and entry["epoch"] <= published:
             repeated += 1
@@ -247,6 +252,7 @@ def penstock_kill(at: float, trace: Sequence[Mapping[str, Any]]) -> Figures:
                 "drain_s": round(begun - seen, 3),
                 "replay_s": round(entry["at"] - begun, 3),
                 "rebuild_s": round(rebuild_ms / 1000, 3),
+                "rebuild_cpu_s": round(cpu_ms / 1000, 3),
                 "spark_s": round(total - rebuild_ms / 1000, 3),
                 "repeated_epochs": repeated,
                 "attempts": attempts,
@@ -443,6 +449,7 @@ class Trace:
         reports = getattr(item, "reports", None)
         if reports is not None:
             entry["load_ms"] = max((report.load_ms for report in reports), default=0.0)
+            entry["load_cpu_ms"] = max((report.load_cpu_ms for report in reports), default=0.0)
             entry["busy_ms"] = max((report.busy_ms for report in reports), default=0.0)
             entry["missing"] = any(report.missing for report in reports)
             rebuilt: Counter[str] = Counter()

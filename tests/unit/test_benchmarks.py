@@ -283,6 +283,7 @@ EXPECTED_RATIOS = {
         *(f"vs_structured_streaming_{mb}mb" for mb in (50, 200)),
         *(f"{figure}_{mb}mb" for figure in ("to_next_output_s", "rebuild_s") for mb in (50, 200, 1000)),
         *(f"rebuild_s_holders_{n}" for n in (3, 5)),
+        *(f"{figure}_failures_{n}" for figure in ("rebuild_s", "rebuild_cpu_s") for n in (1, 2, 3)),
         *(f"rebuild_s_backups_{n}" for n in (1, 2)),
         *(f"to_next_output_s_interval_{s}" for s in (1, 5, 15)),
     },
@@ -326,7 +327,9 @@ def _stand_in(module: str, contender: str, args: dict[str, Any], work: Path, **_
         assert args["backups"] in (1, 2)
         peer = contender == recovery.STRUCTURED
         kills = [{"kills": n, "to_next_output_s": 9.0 if peer else 1.0 + n} for n in args["kills"]]
-        kills = kills if peer else [{**kill, "rebuild_s": 0.5, "from_backup": 1} for kill in kills]
+        kills = (
+            kills if peer else [{**kill, "rebuild_s": 0.5, "rebuild_cpu_s": 0.2, "from_backup": 1} for kill in kills]
+        )
         return {"kills": kills, "fed": 7, "state_rows": 3, "state_bytes": 9, "batch_ms_p50": 1.0, **memory}
     if contender == "penstock_paced":
         files = [{"epoch_from": 0, "epoch_to": n, "bytes": size} for n, size in enumerate((100, 5, 7, 6, 1), 1)]
@@ -682,7 +685,7 @@ def test_real_tweets_are_read_where_they_are(tmp_path: Path) -> None:
 
 def _trace() -> list[dict[str, Any]]:
     """Checkpoint at epoch 4; epochs 5 and 6 are out, 7 is under way when the kill comes at 100."""
-    done = {"what": "StageDone", "stage": "totals", "missing": False, "load_ms": 0.0, "rebuilt": {}}
+    done = {"what": "StageDone", "stage": "totals", "missing": False, "load_ms": 0.0, "load_cpu_ms": 0.0, "rebuilt": {}}
     return [
         {"at": 99.0, "what": "EpochPublished", "epoch": 5, "attempt": 1},
         {"at": 99.5, "what": "RunStage", "epoch": 7, "attempt": 1, "stage": "totals"},
@@ -691,7 +694,15 @@ def _trace() -> list[dict[str, Any]]:
         {"at": 100.4, "what": "StageFailed", "epoch": 7, "attempt": 1, "stage": "totals"},
         {"at": 100.4, "what": "CancelAll", "attempt": 2},
         {"at": 100.9, "what": "RunStage", "epoch": 5, "attempt": 2, "stage": "in"},
-        {**done, "at": 101.5, "epoch": 5, "attempt": 2, "load_ms": 400.0, "rebuilt": {"backup": 3, "durable": 1}},
+        {
+            **done,
+            "at": 101.5,
+            "epoch": 5,
+            "attempt": 2,
+            "load_ms": 400.0,
+            "load_cpu_ms": 150.0,
+            "rebuilt": {"backup": 3, "durable": 1},
+        },
         {"at": 101.6, "what": "EpochPublished", "epoch": 5, "attempt": 2},
         {"at": 101.7, "what": "EpochPublished", "epoch": 6, "attempt": 2},
         {**done, "at": 101.9, "epoch": 7, "attempt": 2, "load_ms": 20.0},
@@ -708,6 +719,7 @@ def test_a_kill_is_over_with_the_first_output_that_is_new() -> None:
         "drain_s": 0.6,
         "replay_s": 1.1,
         "rebuild_s": 0.4,
+        "rebuild_cpu_s": 0.15,
         "spark_s": 1.6,
         "repeated_epochs": 2,
         "attempts": 1,
@@ -820,6 +832,8 @@ def test_figures_of_recovery_vary_one_axis_at_a_time() -> None:
         "rebuild_s_200mb": 0.5,
         "three_failures_vs_one": 1.5,
         "three_failures_rebuild_vs_one": 1.5,
+        "rebuild_s_failures_1": 0.5,
+        "rebuild_s_failures_3": 0.75,
         "rebuild_s_holders_3": 1.0,
         "rebuild_s_holders_5": 0.5,
         "to_next_output_s_interval_1": 2.0,

@@ -91,6 +91,14 @@ def test_a_few_slices_of_a_large_file_are_read_without_the_others(monkeypatch: p
         codec.read_slices(bytes(damaged), "x", [3])
 
 
+def test_rows_that_lie_by_slice_already_are_cut_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "BATCH_ROWS", 100)
+    frame, index = codec.sort_by_slice(sample(1000), 8)
+    given = {**META, "slices_total": 8, "slices": {str(number): place for number, place in index.items()}}
+    assert codec.encode(given, frame) == codec.encode(META, sample(1000), slices_total=8)
+    assert len(codec.decode_header(codec.encode(given, frame), "a/b")["batches"]) > 3
+
+
 def test_columns_with_a_dictionary_stay_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "BATCH_ROWS", 10)
     frame = sample(300).with_columns(e=pl.Series(["a", "b"] * 150, dtype=pl.Enum(["a", "b"])))

@@ -39,6 +39,9 @@ class TaskReport(msgspec.Struct):
     """operator -> (rows in, rows out, busy ms)"""
     busy_ms: float = 0.0
     load_ms: float = 0.0
+    """Of which slices were brought up."""
+    load_cpu_ms: float = 0.0
+    """What that took of the cores: the rest was waiting, for the store or for a core."""
     state_rows: int = 0
     state_bytes: int = 0
     late: dict[str, int] = {}

@@ -58,17 +58,16 @@ def encode(
     slices_total: int | None = None,
     compression: Compression = "lz4",
 ) -> bytes:
-    """One file. With ``slices_total`` the rows are sorted by slice and the header gets ``slices``, ``slices_total``
-    and, where there are several, ``batches``."""
+    """One file. With ``slices_total`` the rows are sorted by slice and the header gets ``slices`` and ``slices_total``;
+    without, they are as ``slices`` in ``meta`` says, if it does. Of a large file the header gets ``batches``."""
     header = dict(meta)
-    batches: list[int] = []
     if slices_total is not None:
         frame, index = sort_by_slice(frame, slices_total)
         header["slices_total"] = slices_total
         header["slices"] = {str(number): place for number, place in index.items()}
-        batches = _cuts(frame, [offset + length for offset, length in index.values()])
-        if batches:
-            header["batches"] = batches
+    batches = _cuts(frame, [offset + length for offset, length in header.get("slices", {}).values()])
+    if batches:
+        header["batches"] = batches
     header["rows"] = frame.height
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     out = io.BytesIO()

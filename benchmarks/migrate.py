@@ -45,6 +45,8 @@ SUMMARY = "From the order to move state to the next output: live, stop and copy,
 MODULE = "benchmarks.migrate"
 EXECUTORS = 3
 EXECUTOR_MB = 1024
+SLICES = 256
+"""As the guide says for a state of up to 3 GB: a slice of the largest is about 12 MB."""
 LOAD_ROWS = 250_000
 FILE_ROWS = 12_500
 FEED_S = 0.5
@@ -533,6 +535,7 @@ def penstock(args: dict[str, Any], moves: str = "live") -> Iterator[Figures]:
         master=f"local-cluster[{EXECUTORS},1,{EXECUTOR_MB}]",
         instances=MANY,
         epoch_rows=LOAD_ROWS,
+        slices=SLICES,
         backups=0,
         moves=moves,
     )

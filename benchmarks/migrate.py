@@ -113,7 +113,8 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
         "delay_epochs: the same by the usual time from one output to the next before the order.",
         "to_next_output_s: from the order to the very next output. served_s: to the first output after the last slice "
         "has changed hands. done_s: until nothing of the move is left, which takes one more checkpoint.",
-        f"moved_mb: of the state in memory, which Penstock has in {SLICES} slices. A file of {FILE_ROWS:,} rows comes every {FEED_S} s.",
+        f"moved_mb: of the state in memory, which Penstock has in {SLICES} slices.",
+        f"A file of {FILE_ROWS:,} rows comes every {FEED_S} s.",
         f"largest_vs_smallest: of delay_s, medians by size, from {SMALLEST_MB} MB on.",
         "In every run the final count and sum of every key were compared with the truth, and no output came twice.",
     ]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import marshal
 import os
-import py_compile
 import shutil
 import sys
 import tempfile
 import zipfile
+from importlib.machinery import SourceFileLoader
+from importlib.util import MAGIC_NUMBER, source_hash
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,16 +189,15 @@ def ship_package(sc: SparkContext) -> None:
         for path in sorted(source.rglob("*.py")):
             name = Path("penstock") / path.relative_to(source)
             archive.write(path, name)
-            compiled = target.with_name("module.pyc")
-            py_compile.compile(
-                str(path),
-                cfile=str(compiled),
-                dfile=str(name),
-                doraise=True,
-                invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
-            )
-            archive.write(compiled, name.with_suffix(".pyc"))
+            archive.writestr(str(name.with_suffix(".pyc")), _compiled(path))
     sc.addPyFile(str(target))
+
+
+def _compiled(path: Path) -> bytes:
+    """A module as Python keeps it, in the form that is taken without a look at the source (PEP 552)."""
+    code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)  # from its cache, if it is there
+    unchecked = (1).to_bytes(4, "little")
+    return MAGIC_NUMBER + unchecked + source_hash(path.read_bytes()) + marshal.dumps(code)
 
 
 def check_executors(sc: SparkContext, executors: int) -> None:

@@ -723,13 +723,14 @@ class Shape:
         """Slices that should move, nodes that may go."""
         out: list[Command] = []
         self.migration.expire(now, self.settings.move_timeout_s)
-        if self._misplaced():
-            self.respread.add("slices that have to go")
-        if self.respread and self.phase == "running" and not self.recovering and self.settings.live:
-            cause = ", ".join(sorted(self.respread))
+        misplaced = self._misplaced()
+        if (self.respread or misplaced) and self.phase == "running" and not self.recovering and self.settings.live:
+            cause = ", ".join(sorted(self.respread)) or "slices that have to go"
+            # Slices of other stages stay where they were put: somebody may have asked for that just now.
+            stages = [s.id for s in self.topology.stateful] if self.respread else misplaced
             self.respread.clear()
-            for stage in self.topology.stateful:
-                out += self._spread(stage.id, now, cause)
+            for stage in stages:
+                out += self._spread(stage, now, cause)
         if (self.reslot or self.targets) and self.phase == "running" and not self.recovering and self.settings.live:
             out += self._deal(now)
         for stage_id in sorted({s for s, _ in self.suspects}) if not self.recovering else ():
@@ -743,18 +744,19 @@ class Shape:
             out.append(ReleaseNodes(going))
         return out
 
-    def _misplaced(self) -> bool:
-        """Are there slices on a node that is to leave, or in a container that is to go, with nobody to fetch them? They
+    def _misplaced(self) -> list[StageId]:
+        """Stages with slices on a node that is to leave, or in a container that is to go, and nobody to fetch them. They
         were handed over just when it was told to, their move came to nothing, or there was nobody to take them.
         """
         going = self.leaving - self.drained.keys()
         there = {c for c, node in self.routing.homes.items() if node in going}
+        found = []
         for stage in self.topology.stateful if there or self.resizes else ():
             limit = self.resizes.get(stage.id, INSTANCES_MAX)
             lost = [s for s, c in enumerate(self.routing.owners[stage.id]) if c in there or c >= limit]
             if any((stage.id, s) not in self.migration.moves for s in lost) and self.peers(stage.id):
-                return True
-        return False
+                found.append(stage.id)
+        return found
 
     def _in_use(self, node: str) -> bool:
         """Does somebody on this node own slices, or read a source?"""

@@ -745,8 +745,8 @@ class Shape:
         return out
 
     def _misplaced(self) -> list[StageId]:
-        """Stages with slices on a node that is to leave, or in a container that is to go, and nobody to fetch them. They
-        were handed over just when it was told to, their move came to nothing, or there was nobody to take them.
+        """Stages with slices that nobody fetches from a node that is to leave, or a container that is to go. They were
+        handed over just when it was told to, their move came to nothing, or there was nobody to take them.
         """
         going = self.leaving - self.drained.keys()
         there = {c for c, node in self.routing.homes.items() if node in going}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -154,6 +154,29 @@ def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once() -> Non
     assert job.held() == ALL and job.taken() == job.truth
     assert sorted(job.store.reads) == sorted(names)
     assert job.keeper.stats()["seeded"] == SLICES
+
+
+@pytest.mark.parametrize(("memory_max", "reads"), [(10**9, 1), (3_000, 2)])
+def test_a_large_file_is_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch, memory_max: int, reads: int) -> None:
+    """Each step takes as much as an epoch may wait for; what does not fit into memory is put off, and read again."""
+    monkeypatch.setattr(codec, "BATCH_ROWS", 10)
+    monkeypatch.setattr(module, "STEP_ROWS", 10)
+    taken: list[int] = []
+    first = codec.Opened.first
+
+    def chosen(opened: codec.Opened, slices: Collection[int], rows_max: int) -> list[int]:
+        found = first(opened, slices, rows_max)
+        taken.append(len(found))
+        return found
+
+    monkeypatch.setattr(codec.Opened, "first", chosen)
+    job = Job(memory_max=memory_max, spill=Disk)
+    name = job.checkpoint(every(1))
+    job.tell()
+    job.run()
+    assert job.held() == ALL
+    assert job.store.reads.count(name) == reads and max(taken) == 1 and len(taken) >= SLICES
+    assert job.taken() == job.truth
 
 
 def test_after_a_recovery_nothing_is_read_for_a_while_and_then_all_is() -> None:

@@ -25,7 +25,7 @@ import polars as pl
 from penstock.errors import CorruptData
 from penstock.state.backup import Backups, Commit, Spill, merge_two, owned
 from penstock.state.checkpoint import DeltaFile, Manifest, check_file
-from penstock.state.codec import decode, select_slices
+from penstock.state.codec import Opened, decode, select_slices
 from penstock.state.store import Store
 
 PATIENCE_S: Final = 2.0
@@ -34,6 +34,8 @@ PAUSE_FIRST_S: Final = 0.5
 PAUSE_MAX_S: Final = 30.0
 WAIT_MAX_S: Final = 0.05
 """The longest that a step holds up those behind it to keep to the bandwidth."""
+STEP_ROWS: Final = 2**17
+"""Taken from a file at a time, or a slice: a tenth of a second."""
 BURST_S: Final = 0.25
 """So much of a second's bytes may be read at once after a rest."""
 REST_S: Final = 3.0
@@ -324,7 +326,8 @@ class Keeper:
         return True
 
     def _seed_some(self, kept: _Stage) -> None:
-        """One file more of the seed under way, or begin one."""
+        """Some slices more of the seed under way, or begin one. Not all of a large file: an epoch may wait for what is
+        held (``take``), and waits for the step that is being done."""
         backups = kept.backups
         try:
             seed = kept.seeding
@@ -332,10 +335,11 @@ class Keeper:
                 seed = self._begin(kept)
             if seed.files:
                 file = seed.files[0]
-                data = self._read(file.name)
-                check_file(file, data, file.name)
-                meta, frame = decode(data, file.name, seed.slices.intersection(file.slices))
-                seed.add(file, lambda number: select_slices(meta, frame, [number]), backups.key)
+                if seed.opened is None or seed.opened.path != file.name:
+                    data = self._read(file.name)
+                    check_file(file, data, file.name)
+                    seed.open(Opened(data, file.name))
+                seed.add_some(backups.key)
         except Exception as error:
             kept.seeding = backups.pinned = None
             self._failed(kept, error)
@@ -461,15 +465,29 @@ class _Seed:
     files: list[DeltaFile]
     """Yet to be read, in order."""
     parts: dict[int, pl.DataFrame] = field(default_factory=dict)
+    opened: Opened | None = None
+    """The first of the files, if it has been read,"""
+    added: set[int] = field(default_factory=set)
+    """and the slices that have been taken from it."""
 
-    def add(self, file: DeltaFile, rows_of: Callable[[int], pl.DataFrame], key: Sequence[str]) -> None:
-        assert self.files[0] is file
-        for number in self.slices.intersection(file.slices):
-            rows = rows_of(number)
+    def open(self, opened: Opened) -> None:
+        self.opened = opened
+        self.added.clear()
+
+    def add_some(self, key: Sequence[str]) -> None:
+        assert self.opened is not None
+        left = self.slices.intersection(self.files[0].slices) - self.added
+        some = self.opened.first(left, STEP_ROWS)
+        meta, frame = self.opened.read(some)
+        for number in some:
+            rows = select_slices(meta, frame, [number])
             if rows.height:
                 merged = merge_two(self.parts.get(number), rows, key, drop_deleted=True)
                 self.parts[number] = owned(merged)
-        self.files.pop(0)
+        self.added.update(some)
+        if len(some) == len(left):
+            self.files.pop(0)
+            self.opened = None
 
     def finished(self) -> list[int]:
         """Slices that no file to come counts for. They leave."""
@@ -497,7 +515,7 @@ class _Seed:
             if total <= bytes_max:
                 return
             total -= sizes[number]
-            self.only(self.slices - {number})
+            self.only({earlier for earlier in self.slices if earlier < number})
 
 
 class _Rate:

@@ -110,17 +110,41 @@ def decode(data: bytes, path: str, only: Collection[int] | None = None) -> tuple
 
     ``only``: of these slices all rows, of others some or none; ``slices`` in the header tells what is there.
     """
-    meta, start = _check(data, path)
-    body = memoryview(data)[start : -_TAIL.size]
-    try:
-        if only is not None and "batches" in meta:
-            return _read_batches(meta, body, only)
-        frame = pl.read_ipc_stream(io.BytesIO(body))
-    except Exception as error:
-        raise _corrupt(path, f"its Arrow part cannot be read ({type(error).__name__})") from error
-    if frame.height != meta.get("rows"):
-        raise _corrupt(path, f"it has {frame.height} rows where its header says {meta.get('rows')}")
-    return meta, frame
+    return Opened(data, path).read(only)
+
+
+class Opened:
+    """A file that was checked, to be read some slices at a time."""
+
+    def __init__(self, data: bytes, path: str) -> None:
+        self.path = path
+        self.meta, start = _check(data, path)
+        self._body = memoryview(data)[start : -_TAIL.size]
+
+    def read(self, only: Collection[int] | None = None) -> tuple[dict[str, Any], pl.DataFrame]:
+        """As ``decode``."""
+        try:
+            if only is not None and "batches" in self.meta:
+                return _read_batches(self.meta, self._body, only)
+            frame = pl.read_ipc_stream(io.BytesIO(self._body))
+        except Exception as error:
+            raise _corrupt(self.path, f"its Arrow part cannot be read ({type(error).__name__})") from error
+        if frame.height != self.meta.get("rows"):
+            raise _corrupt(self.path, f"it has {frame.height} rows where its header says {self.meta.get('rows')}")
+        return self.meta, frame
+
+    def first(self, slices: Collection[int], rows_max: int) -> list[int]:
+        """Of these slices the first few, with about so many rows in all; of a file in one piece, all."""
+        if "batches" not in self.meta:
+            return sorted(slices)
+        chosen: list[int] = []
+        rows = 0
+        for number in sorted(slices):
+            rows += self.meta["slices"].get(str(number), (0, 0))[1]
+            if chosen and rows > rows_max:
+                break
+            chosen.append(number)
+        return chosen
 
 
 def _read_batches(meta: dict[str, Any], body: memoryview, only: Collection[int]) -> tuple[dict[str, Any], pl.DataFrame]:

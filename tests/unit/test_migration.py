@@ -812,7 +812,7 @@ def test_a_source_is_read_elsewhere_before_its_node_is_given_back() -> None:
     d.until(lambda: any(isinstance(c, ReleaseNodes) for c in d.commands), most=5)
 
 
-@pytest.mark.parametrize(("megabytes", "switches"), [(1, 1), (128, 2), (2000, 4)])
+@pytest.mark.parametrize(("megabytes", "switches"), [(1, 1), (64, 2), (2000, 4)])
 def test_a_container_takes_over_so_much_state_at_a_time(megabytes: int, switches: int) -> None:
     d = fleet("a", "b")  # of 8 slices each has 4
     d.state_bytes = megabytes * 2**20 // 2

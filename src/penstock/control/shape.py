@@ -44,7 +44,7 @@ from penstock.state.backup import Commit
 
 GATHER_S = 10.0
 """When all nodes were lost at once, so long may those that come back wait for each other."""
-SWITCH_BYTES = 32 * 2**20
+SWITCH_BYTES = 16 * 2**20
 """A container takes over about so much state of a stage in one epoch, and at least one slice: while it brings them up
 it does nothing else, and that must not take longer the more there is to move."""
 

@@ -128,10 +128,10 @@ class Keeper:
         with self._lock:
             return self._held.get(stage, (0, frozenset()))
 
-    def rest(self) -> None:
-        """A recovery has begun: what is held serves it, and what is to be read for new copies can wait a little."""
+    def rest(self, seconds: float = REST_S) -> None:
+        """What is held is needed now, and what is to be read for new copies can wait a little."""
         with self._lock:
-            self._rest_until_s = self._clock() + REST_S
+            self._rest_until_s = max(self._rest_until_s, self._clock() + seconds)
 
     def take(
         self, stage: str, slices: Collection[int], checkpoint: int, timeout_s: float = 5.0

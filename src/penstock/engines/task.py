@@ -61,6 +61,8 @@ from penstock.state.store import Store
 from penstock.state.table import Fragment, KeyedTable
 
 DEAD_LETTERS = "__dead_letters"
+LOAD_REST_S = 1.0
+"""While slices come up nothing is read for copies of others: both are work of this process, and an epoch waits."""
 LOAD_ROWS = 2**16
 """Small files are loaded together, until there are so many rows: each time costs a millisecond or two."""
 FLUSH_WAIT_S = 1.0
@@ -383,6 +385,7 @@ class Worker:
             return  # before any input every slice is empty
         taken: dict[int, list[pl.DataFrame]] = {}
         if self.keeper is not None:
+            self.keeper.rest(LOAD_REST_S)
             self._keep(stage, spec, self._copies(spec) | slices)
             taken = self.keeper.take(spec.stage, slices, spec.checkpoint)
         for layer in range(max(map(len, taken.values()), default=0)):  # slices have no rows in common

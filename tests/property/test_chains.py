@@ -40,7 +40,7 @@ class Trail(ps.Operator):
         emit(parity=key, trail=seen.get())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from(["tumbling", "hopping", "session"]))
 def test_results_of_windows_go_on_in_one_order(seed: int, kind: str) -> None:
     """Order-sensitive operators of another key after windows: sums of floats, and a trail of what came."""

@@ -300,7 +300,7 @@ class Runtime:
             self._execute(command)
 
     def _close(self) -> None:
-        if self.error is None:
+        if self.error is None and self.away_notice is None:
             self.publisher.shutdown(wait=True)  # what the last checkpoint made superfluous goes too
         if callable(abandon := getattr(self.store, "abandon", None)):
             abandon()  # who still waits for the store waits for nothing

@@ -93,9 +93,10 @@ def test_any_slice_restores_from_any_kept_checkpoint(seed: int, late: bool, rati
         manifest = manifest.advance(epoch, files)
         for task, output in pending:
             manifest = manifest.compacted(task, output)
+        bytes_max = rng.choice((1, 4_000, 10**9))
         pending = [
             (task, compact(store, task, f"c-{epoch}-{i}"))
-            for i, task in enumerate(plan_compaction(manifest.files["s"], DELTAS_MAX, ratio))
+            for i, task in enumerate(plan_compaction(manifest.files["s"], DELTAS_MAX, ratio, bytes_max=bytes_max))
         ]
         if not late:  # otherwise it takes effect after the next checkpoint, as a background job does
             for task, output in rng.sample(pending, len(pending)):

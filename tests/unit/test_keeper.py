@@ -16,7 +16,7 @@ from penstock.engines.keeper import REST_S, Keeper
 from penstock.engines.sim.schedule import Schedule, SimPool
 from penstock.state import codec
 from penstock.state.backup import Commit, cut
-from penstock.state.checkpoint import DeltaFile, Manifest
+from penstock.state.checkpoint import DeltaFile, Manifest, merge_frames
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import MemoryStore
 from penstock.state.table import DELETED, HASH
@@ -97,6 +97,20 @@ class Job:
             self.truth.pop(key, None)
             if value is not None:
                 self.truth[key] = value
+        return name
+
+    def merge(self) -> str:
+        """Another checkpoint, in which all files were merged into a base; they are gone. The name of the base."""
+        files = self.manifest.files["s"]
+        frames = [codec.decode(MemoryStore.get(self.store, file.name), "")[1] for file in files]
+        merged = merge_frames(frames, ["k"], drop_deleted=True)
+        data = codec.encode({}, merged, slices_total=SLICES)
+        epoch, name = self.manifest.epoch + 1, f"state/s/{self.manifest.epoch}.base"
+        self.store.put(name, data)
+        for file in files:
+            self.store.delete(file.name)
+        base = DeltaFile(name, "s", "base", 0, epoch, tuple(ALL), merged.height, len(data), codec.checksum(data))
+        self.manifest = self.manifests[epoch] = Manifest("j", "f", {}, epoch=epoch, files={"s": (base,)})
         return name
 
     def tell(self, want: frozenset[int] = ALL) -> None:
@@ -301,14 +315,45 @@ def test_the_store_away_is_tried_again_with_growing_pauses_and_pieces_still_coun
         job.run(1.0)
     assert job.held() == {0, 1}, "what is held stays current without the store"
     assert 5 <= job.keeper.stats()["store_errors"] <= 8
-    assert "does not answer" in (job.keeper.problem() or "")
+    assert "does not answer" in (job.keeper.waits() or "")
+    assert job.keeper.problem() is None, "a store that is away makes no bad holder"
     assert set(job.keeper.take("s", ALL, job.manifest.epoch)) == {0, 1}
     job.store.away = False
     job.run(module.PAUSE_MAX_S)
     job.tell()
     job.run()
     assert job.held() == ALL and job.taken() == job.truth
-    assert job.keeper.problem() is None
+    assert job.keeper.waits() is None
+
+
+def test_a_seed_whose_checkpoint_was_superseded_meanwhile_goes_on_from_the_newer_one() -> None:
+    """A large state takes longer to read than files of old checkpoints are kept."""
+    job = Job(bytes_s=1)
+    for value in range(3):
+        job.checkpoint(every(value))
+    job.tell()
+    job.run()
+    assert len(job.store.reads) == 1, "a seed is under way"
+    merged = job.merge()
+    for _ in range(4):
+        job.tell()
+        job.run(10_000)
+    assert job.held() == ALL and job.taken() == job.truth
+    assert merged in job.store.reads
+    assert job.keeper.stats()["store_errors"] == 0 and job.keeper.waits() is None
+
+
+def test_a_seed_of_many_deltas_is_their_sum() -> None:
+    """Also with keys that went and came again, in deltas of all sizes."""
+    job = Job()
+    rng = np.random.default_rng(3)
+    for number in range(60):
+        keys = rng.choice(KEYS, size=200 if number == 0 else int(rng.integers(1, 40)), replace=False)
+        job.checkpoint({int(key): None if rng.random() < 0.3 else number for key in keys})
+    job.tell()
+    job.run()
+    assert len(job.store.reads) == 60
+    assert job.held() == ALL and job.taken() == job.truth
 
 
 def test_a_seed_that_is_no_longer_wanted_is_not_read_to_its_end() -> None:
@@ -332,7 +377,7 @@ def test_a_damaged_file_is_never_used() -> None:
     job.tell()
     job.run()
     assert job.held() == frozenset() and job.taken() == {}
-    assert job.keeper.problem() is not None
+    assert job.keeper.waits() is not None
 
 
 def test_a_limited_bandwidth_is_kept() -> None:

@@ -1071,6 +1071,21 @@ def test_who_cannot_hold_backups_gets_no_more_of_them() -> None:
     assert 2 in d.controller.routing.owners[COUNT], "it still works"
 
 
+def test_who_waits_for_the_store_still_holds_what_it_has() -> None:
+    d = fleet("a", "b", "c", backups=1)
+    for waits in ("the store does not answer", "the store does not answer", "", ""):
+        number = d.begin()
+        d.end(number, IN)
+        run = d.runs[number, COUNT]
+        reports = tuple(TaskReport(COUNT, number, 1, i, waits=waits if i == 2 else "") for i in run.containers)
+        d.step(StageDone(d.now, Epoch(number), COUNT, Attempt(1), reports))
+        d.end(number, WIN)
+        d.step(EpochPublished(d.now, Epoch(number), Attempt(1)))
+    assert d.said == ["container 2: the store does not answer"], "once"
+    assert any(2 in held for held in d.controller.routing.holders[COUNT])
+    assert d.controller.waiting_holders == set()
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

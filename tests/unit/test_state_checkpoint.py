@@ -108,6 +108,18 @@ def test_without_a_base_a_long_chain_becomes_one() -> None:
     assert task.kind == "base" and len(task.inputs) == 9
 
 
+def test_a_large_state_is_merged_in_portions() -> None:
+    every = (0, 1, 2, 3, 4)
+    chain = [file("b", every, 500, "base"), file("d1", every, 300), file("d2", every, 200)]
+    tasks = plan_compaction(chain, bytes_max=450)
+    assert [task.slices for task in tasks] == [(0, 1), (2, 3), (4,)], "200 bytes a slice"
+    assert all(shape(task.inputs) == [(name, task.slices) for name in ("b", "d1", "d2")] for task in tasks)
+    assert [task.slices for task in plan_compaction(chain, bytes_max=1)] == [(0,), (1,), (2,), (3,), (4,)]
+    (one, *_) = tasks
+    after = manifest(*chain).compacted(one, file("m", one.slices, kind="base"))
+    assert plan_compaction(after.files["s"], bytes_max=450) == tasks[1:]
+
+
 def test_slices_that_moved_leave_the_rest_of_their_old_files_alone() -> None:
     """Slice 1 moved from container a to b; b's files are due, a's are not."""
     chain = [file("a1", (0, 1), 1000, "base"), file("b1", (2,), 1000, "base")]

@@ -72,6 +72,8 @@ class TaskReport(msgspec.Struct):
     """It has pieces for backup holders that wait for the next exchange among peers."""
     problem: str = ""
     """Why it cannot hold backups any more (a full disk)."""
+    waits: str = ""
+    """What of the checkpoint store it cannot read just now for backups to be made."""
     load: dict[int, int] = {}
     """Every few epochs: slice -> rows that came for it since the last time, counted or estimated from a sample."""
     keys: dict[int, list[tuple[str, float]]] = {}

@@ -85,6 +85,8 @@ class Shape:
         self.invited = 0
         """Nodes that were asked for and have not come yet."""
         self.bad_holders: set[str] = set()
+        self.waiting_holders: set[tuple[StageId, int]] = set()
+        """Containers that cannot read the checkpoint store just now. What they hold is still good."""
         self.suspects: set[tuple[StageId, int]] = set()
         """Containers that hung, until they answer again."""
         self.up: dict[StageId, set[int]] = {s.id: set() for s in topology.stages}
@@ -712,6 +714,11 @@ class Shape:
                 self.held[stage, report.index] = (report.held[0], frozenset(report.held[1]))
             if report.unsent:
                 self.unsent.add(stage)
+            if report.waits and (stage, report.index) not in self.waiting_holders:
+                self.waiting_holders.add((stage, report.index))
+                out.append(Tell(f"container {report.index}: {report.waits}"))
+            elif not report.waits:
+                self.waiting_holders.discard((stage, report.index))
             if report.problem:
                 node = self.routing.homes.get(report.index, "")
                 if node and node not in self.bad_holders:

@@ -78,6 +78,7 @@ class Keeper:
         self._rest_until_s = float("-inf")
         self._held: dict[str, tuple[int, frozenset[int]]] = {}
         self._problem: str | None = None
+        self._waits: str | None = None
         self._stats: dict[str, int] = {}
         self._closed = False
         # Of the pool's thread alone.
@@ -152,9 +153,14 @@ class Keeper:
             return {}
 
     def problem(self) -> str | None:
-        """Why less is held than should be, in words."""
+        """Why this container cannot hold what it should, in words: others had better."""
         with self._lock:
             return self._problem
+
+    def waits(self) -> str | None:
+        """What of the store cannot be read just now, in words. No other container would be better off for it."""
+        with self._lock:
+            return self._waits
 
     def stats(self) -> dict[str, int]:
         """As of the last step: ``bytes_memory``, ``bytes_spilled``, ``slices_held``, ``slices_wanted``, ``ignored``,
@@ -341,8 +347,11 @@ class Keeper:
                     seed.open(Opened(data, file.name))
                 seed.add_some(backups.key)
         except Exception as error:
+            outdated = kept.seeding is not None and kept.seeding.checkpoint < kept.checkpoint
             kept.seeding = backups.pinned = None
-            self._failed(kept, error)
+            # Files of a checkpoint that is no longer the last are merged with others, and removed.
+            if not (outdated and isinstance(error, FileNotFoundError)):
+                self._failed(kept, error)
             return
         backups.memory_max = self._share(backups)
         for number in seed.finished():
@@ -373,19 +382,16 @@ class Keeper:
     def _failed(self, kept: _Stage, error: Exception) -> None:
         kept.pause_s = min(PAUSE_MAX_S, max(PAUSE_FIRST_S, 2 * kept.pause_s))
         kept.resume_s = self._clock() + kept.pause_s
-        kept.problem = f"backups of stage '{kept.stage}' wait for the checkpoint store: {error}"
+        kept.waits = f"backups of stage '{kept.stage}' wait for the checkpoint store: {error}"
         self._counts["store_errors"] += 1
 
     def _note(self) -> None:
         """What tasks see of a step. Under the lock."""
         stages = list(self._stages.values())
         self._held = {kept.stage: (kept.checkpoint, kept.backups.within_reach(kept.checkpoint)) for kept in stages}
-        problems = [
-            self._fault,
-            self._spill_problem,
-            *(p for kept in stages for p in (kept.backups.problem, kept.problem)),
-        ]
+        problems = [self._fault, self._spill_problem, *(kept.backups.problem for kept in stages)]
         self._problem = next((problem for problem in problems if problem), None)
+        self._waits = next((kept.waits for kept in stages if kept.waits), None)
         self._due_s = min((due for kept in stages for due in self._dues(kept)), default=None)
         self._stats = {
             **self._counts,
@@ -447,12 +453,12 @@ class _Stage:
     missing: dict[str, float] = field(default_factory=dict)
     """File that a commit names and that is not here -> since when."""
     seeding: _Seed | None = None
-    problem: str | None = None
+    waits: str | None = None
     pause_s: float = 0.0
     resume_s: float = 0.0
 
     def went_well(self) -> None:
-        self.problem = None
+        self.waits = None
         self.pause_s = self.resume_s = 0.0
 
 
@@ -464,7 +470,9 @@ class _Seed:
     slices: set[int]
     files: list[DeltaFile]
     """Yet to be read, in order."""
-    parts: dict[int, pl.DataFrame] = field(default_factory=dict)
+    parts: dict[int, list[pl.DataFrame]] = field(default_factory=dict)
+    """Slice -> what was read of it, in order, each part more than twice as large as the next: merging every delta into
+    all that came before it would take as long as there are deltas times the state."""
     opened: Opened | None = None
     """The first of the files, if it has been read,"""
     added: set[int] = field(default_factory=set)
@@ -482,8 +490,11 @@ class _Seed:
         for number in some:
             rows = select_slices(meta, frame, [number])
             if rows.height:
-                merged = merge_two(self.parts.get(number), rows, key, drop_deleted=True)
-                self.parts[number] = owned(merged)
+                parts = self.parts.setdefault(number, [])
+                parts.append(owned(rows))
+                while len(parts) > 1 and parts[-2].height <= 2 * parts[-1].height:
+                    newer, older = parts.pop(), parts.pop()
+                    parts.append(merge_two(older, newer, key, drop_deleted=not parts))
         self.added.update(some)
         if len(some) == len(left):
             self.files.pop(0)
@@ -497,8 +508,7 @@ class _Seed:
         return done
 
     def parts_of(self, number: int) -> list[pl.DataFrame]:
-        part = self.parts.pop(number, None)
-        return [] if part is None else [part]
+        return self.parts.pop(number, [])
 
     def only(self, want: Collection[int]) -> None:
         """Slices that are no longer wanted are left out, and files of theirs alone are not read."""
@@ -509,7 +519,7 @@ class _Seed:
 
     def limit(self, bytes_max: int) -> None:
         """What is half read must fit into memory: the last slices are put off to a seed of their own."""
-        sizes = {number: int(frame.estimated_size()) for number, frame in self.parts.items()}
+        sizes = {number: sum(int(part.estimated_size()) for part in parts) for number, parts in self.parts.items()}
         total = sum(sizes.values())
         for number in sorted(sizes, reverse=True)[:-1]:
             if total <= bytes_max:

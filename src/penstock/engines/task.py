@@ -426,7 +426,7 @@ class Worker:
             self._keep(stage, spec, wanted)
             checkpoint, slices = self.keeper.held(spec.stage)
             held = (checkpoint, slices & wanted)
-            report.problem = self.keeper.problem() or ""
+            report.problem, report.waits = self.keeper.problem() or "", self.keeper.waits() or ""
         if held != container.told:
             container.told = held
             report.held = (held[0], sorted(held[1]))

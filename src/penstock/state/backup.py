@@ -244,8 +244,12 @@ class Backups:
         self._drop(slice)
         held = _Slice(epoch)
         base: pl.DataFrame | None = None
-        for frame in frames:
-            base = merge_two(base, frame, self.key, drop_deleted=True)
+        if frames:
+            # All small ones together first: each merge into the large one copies all of it.
+            base = merge_two(None, frames[0], self.key, drop_deleted=True)
+            if len(frames) > 1:
+                later = merge_frames(frames[1:], self.key, drop_deleted=False)
+                base = merge_two(base, later, self.key, drop_deleted=True)
         if base is not None and base.height:
             held.set_base(owned(base))
         self._held[slice] = held

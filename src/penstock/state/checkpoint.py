@@ -20,7 +20,7 @@ all of it becomes a new base. So no chain is longer than ``deltas_max + 2``, how
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -32,6 +32,9 @@ from penstock.state.table import DELETED
 
 Json = Any
 Kind = Literal["base", "delta"]
+
+MERGE_BYTES: Final = 128 * 2**20
+"""Of files, in one merge. In memory it is four times as much, and more."""
 
 MANIFEST_PREFIX: Final = "manifest-"
 _HEAD: Final = b'{"checksum":"'
@@ -241,12 +244,18 @@ def check_file(file: DeltaFile, data: bytes, path: str) -> None:
 
 
 def plan_compaction(
-    files: Sequence[DeltaFile], deltas_max: int = 8, ratio: float = 1.0, *, deltas_min: int = 2
+    files: Sequence[DeltaFile],
+    deltas_max: int = 8,
+    ratio: float = 1.0,
+    *,
+    deltas_min: int = 2,
+    bytes_max: int = MERGE_BYTES,
 ) -> list[CompactionTask]:
     """Compactions that are due in one stage's files. Tasks have disjoint slices and may run in any order or in
     parallel.
 
-    Slices that share their newest file (they live in the same container) are done together."""
+    Slices that share their newest file (they live in the same container) are done together, as long as there is no
+    more than ``bytes_max`` to read of them: a merge has it all in memory."""
     assert deltas_max >= 2 and deltas_min >= 1
     due: dict[tuple[str, Kind], list[int]] = {}
     reach: dict[tuple[str, Kind], int] = {}
@@ -259,12 +268,29 @@ def plan_compaction(
             reach[group] = min(first, reach.get(group, first))
     tasks = []
     for (name, kind), numbers in due.items():
-        slices = frozenset(numbers)
         # From one place on for all slices of the task, so that every delta of theirs after it is an input.
-        candidates = [f.only(slices) for f in files[reach[name, kind] :] if kind == "base" or f.kind == "delta"]
-        inputs = tuple(file for file in candidates if file.slices)
-        tasks.append(CompactionTask(inputs[0].stage, kind, inputs, tuple(sorted(slices))))
+        candidates = [f for f in files[reach[name, kind] :] if kind == "base" or f.kind == "delta"]
+        for slices in _portions(sorted(numbers), candidates, bytes_max):
+            inputs = tuple(file for file in (f.only(slices) for f in candidates) if file.slices)
+            tasks.append(CompactionTask(inputs[0].stage, kind, inputs, tuple(sorted(slices))))
     return tasks
+
+
+def _portions(numbers: Sequence[int], files: Sequence[DeltaFile], bytes_max: int) -> Iterator[frozenset[int]]:
+    """Slices in groups of no more than so many bytes; one that is larger, alone."""
+    sizes = dict.fromkeys(numbers, 0.0)
+    for file in files:
+        for number in sizes.keys() & set(file.slices):
+            sizes[number] += file.bytes_per_slice
+    group: list[int] = []
+    total = 0.0
+    for number in numbers:
+        if group and total + sizes[number] > bytes_max:
+            yield frozenset(group)
+            group, total = [], 0.0
+        group.append(number)
+        total += sizes[number]
+    yield frozenset(group)
 
 
 def merge_frames(frames: Sequence[pl.DataFrame], key: Sequence[str], drop_deleted: bool) -> pl.DataFrame:

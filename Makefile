@@ -26,6 +26,7 @@ $(STAMP): requirements.txt requirements-dev.txt pyproject.toml
 	@echo "setup: installing the pinned packages into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@$(BIN)/python -m penstock.engines.spark.archive
 	@touch $@
 
 demo: setup ## the demonstration: the top words of a sliding window, rescaled while you watch

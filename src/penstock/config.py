@@ -270,6 +270,9 @@ class Config:
     control: bool = _setting(True, _flag())
     """Other processes of the same user may ask and steer the job: ``penstock status``, ``scale``, ``stop`` ..."""
 
+    class_archive: bool = _setting(True, _flag())
+    """The first driver on a machine leaves an archive of Spark's classes, and later ones start faster with it."""
+
     policy: Literal["safe-rate", "target-latency", "ring"] | None = _setting(
         None, _one_of("safe-rate", "target-latency", "ring")
     )

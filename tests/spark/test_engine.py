@@ -13,6 +13,7 @@ import pytest
 
 import penstock as ps
 from penstock.engines.job import start
+from penstock.engines.spark.archive import archive_path, java_options
 from penstock.errors import BadRecordError, FlowError, UserCodeError
 from penstock.testing import rows
 
@@ -37,6 +38,19 @@ def no_java(error: BaseException) -> None:
     text = str(error)
     assert "\tat " not in text and "org.apache.spark" not in text and "py4j" not in text.lower(), text
     assert "Traceback" not in text, text
+
+
+def test_jvms_map_the_archive_of_classes_or_leave_one(session: Any) -> None:
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("this system does not tell what a process maps")
+    java = session._jvm.java.lang
+    arguments = list(java.management.ManagementFactory.getRuntimeMXBean().getInputArguments())
+    told = [a.split("=", 1) for a in arguments if a.startswith(("-XX:SharedArchiveFile=", "-XX:ArchiveClassesAtExit="))]
+    if not told and not java_options(archive_path())[0]:
+        pytest.skip("there is no directory for the archive that may be written")
+    ((option, path),) = told
+    maps = Path(f"/proc/{java.ProcessHandle.current().pid()}/maps").read_text()
+    assert (path in maps) == (option == "-XX:SharedArchiveFile"), "Java did not take the archive that was made for it"
 
 
 def test_a_whole_flow_and_what_its_status_says(session: Any, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.merging import MergeAside, Merging
 from penstock.engines.protocol import Post
 from penstock.engines.spark import private
+from penstock.engines.spark.admission import ALL, Admission, has_master
 from penstock.engines.spark.session import check_executors, is_local, open_session, ship_package, single_machine
 from penstock.engines.spark.worker import SLOT, JobSpec, KeepSettings, ReportsParam, SlotTask
 from penstock.errors import EngineError, FlowError
@@ -160,6 +161,8 @@ class SparkEngine:
         self.wanted: int | None = None
         """Executors that Spark was told we want; None: as many as it gives."""
         self.asked: Asked | None = None
+        self.admission: Admission | None = None
+        """Where Spark would replace executors by itself, at the worst moment."""
         self.jobs: dict[tuple[int, str, int], Running] = {}
         self.seen: set[tuple[str, int, str]] = set()
         """Slots that have answered: stage, container, node."""
@@ -218,6 +221,8 @@ class SparkEngine:
             # Modules that the driver can import, workers on this machine can too.
             self.env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and os.path.exists(p))
         self.executors = self.jvm.executors()
+        if self.owned and has_master(master) and not self._by_load():
+            self.admission = Admission(time.monotonic())
         self.watcher = threading.Thread(target=self._watch, name="penstock-watch", daemon=True)
         self.watcher.start()
 
@@ -275,7 +280,7 @@ class SparkEngine:
             have = frozenset(self.executors)
             wanted = (len(have) if self.wanted is None else max(self.wanted, len(have))) + more
             try:
-                taken = self.jvm.want_executors(wanted)
+                taken = self._let_in(wanted)
             except Exception as error:
                 self.notices.append(f"Spark was not asked for more executors: {private.short_reason(error)}")
                 return False
@@ -285,6 +290,18 @@ class SparkEngine:
                 before = self.asked.before if self.asked is not None else have
                 self.asked = Asked(before, waiting + more, time.monotonic())
             return taken
+
+    def _let_in(self, total: int) -> bool:
+        """Have executors started up to so many, of which there is room for; none later unless this is said again."""
+        taken = self.jvm.want_executors(total)
+        if self.admission is not None:
+            self.jvm.want_executors(0)
+        return taken
+
+    def _admit(self) -> None:
+        if self.admission is not None and self.admission.due(time.monotonic(), bool(self.executors)):
+            with self.asking:
+                self._let_in(ALL if self.wanted is None else self.wanted)
 
     def _by_load(self) -> bool:
         conf = self.session.sparkContext.getConf()
@@ -317,6 +334,7 @@ class SparkEngine:
                 if self.executors or not is_local(self.session.sparkContext.master):
                     self._look()
                     self._look_for_asked()
+                    self._admit()
                 self._look_for_hung()
             except Exception as error:  # Spark is on its way out, or the job's end will tell
                 if not self.over.is_set():
@@ -335,9 +353,13 @@ class SparkEngine:
                 reason = "decommissioned"
             if there - self.going == self.executors.keys():
                 return False
-            found = {name: facts for name, facts in self.jvm.executors().items() if name not in self.going}
+            # Who is only gone need not be asked for: to list executors takes a tenth of a second.
+            known = self.executors if there - self.going <= self.executors.keys() else self.jvm.executors()
+            found = {name: known[name] for name in known if name in there and name not in self.going}
             if found.keys() == self.executors.keys():
                 return False  # a new one, of which Spark does not know everything yet
+            if self.admission is not None and self.executors.keys() - found.keys():
+                self.admission.lost(time.monotonic())
             self.executors = found
             self.post(NodesChanged(time.monotonic(), self.nodes() if found else (), reason))
             return True
@@ -467,6 +489,8 @@ class SparkEngine:
         self.session.sparkContext.cancelJobGroup(self.group)
 
     def release(self, epoch: int) -> None:
+        if self.admission is not None:
+            self.admission.output(epoch)
         with self.lock:
             old = [k for k in self.outputs if k[0] <= epoch]
             gone = [self.outputs.pop(k) for k in old]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config
 from penstock.doctor import check_machine
-from penstock.engines.spark import private, slots
+from penstock.engines.spark import archive, private, slots
 from penstock.errors import EngineError, MachineError
 
 if TYPE_CHECKING:
@@ -122,9 +122,11 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
         del settings["spark.driver.host"], settings["spark.driver.bindAddress"]
     else:
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # or Spark warns about the host's name
-    java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", *(LOCAL_JVM if single_machine(config.master) else ())]
+    mapped, mapped_by_executors = archive.java_options(archive.archive_path() if config.class_archive else None)
+    java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", *mapped]
     if single_machine(config.master):
-        settings["spark.executor.extraJavaOptions"] = " ".join(LOCAL_JVM)
+        java += LOCAL_JVM
+        settings["spark.executor.extraJavaOptions"] = " ".join((*LOCAL_JVM, *mapped_by_executors))
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
     settings.update(config.spark)
     daemon = None if DAEMON in settings else _use_slots(settings, config.master)

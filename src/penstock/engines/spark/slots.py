@@ -473,9 +473,9 @@ def manager() -> None:
 
         stock()
         return
-    # A session of our own. Ctrl-C at the driver's terminal is the driver's, and the group ends with us. And Linux shares
-    # its cores between sessions (autogroup): else, while Spark starts new executors, a container that brings up the
-    # slices of lost ones would wait for each thread of their JVMs.
+    # A session of our own. Ctrl-C at the driver's terminal is the driver's, and the group ends with us. And Linux
+    # shares its cores between sessions (autogroup): else, while Spark starts new executors, a container that brings up
+    # the slices of lost ones would wait for each thread of their JVMs.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -415,6 +415,35 @@ def test_what_does_not_fit_is_spilled_and_close_removes_it() -> None:
     job.run()
 
 
+def test_what_is_due_is_spilled_little_by_little_and_who_takes_waits_for_none_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "WORK_BYTES", 1)
+    disk = Disk()
+    job = Job(memory_max=500, spill=lambda: disk)
+    job.checkpoint(every(1))
+    job.tell()
+    spilled = []
+    step = job.keeper._step
+
+    def counted() -> None:
+        before = len(disk.items)
+        step()
+        spilled.append(len(disk.items) - before)
+
+    monkeypatch.setattr(job.keeper, "_step", counted)
+    job.run()
+    assert max(spilled) == 1 and sum(spilled) >= 3 and job.keeper.stats()["bytes_memory"] <= 500
+    name = job.checkpoint(every(2))
+    job.keeper.offer("s", job.pieces[name])
+    job.tell()
+    names = set(disk.items)
+    assert job.taken() == job.truth
+    assert set(disk.items) - names == set(), "to take slices, others were spilled first"
+    job.run()
+    assert job.taken() == job.truth and job.keeper.stats()["bytes_memory"] <= 500
+
+
 def test_no_local_disk_is_told_and_what_fits_is_held() -> None:
     def none() -> Disk:
         raise OSError(errno.EROFS, "read-only")

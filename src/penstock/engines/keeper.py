@@ -2,9 +2,10 @@
 
 A task's thread only tells and asks. ``tell`` says what to hold and which checkpoints are complete, ``offer`` hands over
 pieces that arrived; both put things into a queue. The work is done in *steps* on an executor with one thread: take in
-everything queued, come forward, then read at most one file from the durable store, then queue the next step. So a large
-seed never stands before a piece or a commit, and nothing here ever waits for anything but the store. Only ``take``,
-which a recovering task calls, waits: for one step, and for so long as it says.
+everything queued, come forward, then merge or spill a little of what is due, or else read at most one file from the
+durable store, then queue the next step. So a large seed never stands before a piece or a commit, and nothing here ever
+waits for anything but the store. Only ``take``, which a recovering task calls, waits: for one step, and for so long as
+it says.
 
 The store may be away: reading is tried again at a later ``tell``, after a pause that grows. Meanwhile what is held
 stays current by the pieces alone.
@@ -36,6 +37,8 @@ WAIT_MAX_S: Final = 0.05
 """The longest that a step holds up those behind it to keep to the bandwidth."""
 STEP_ROWS: Final = 2**17
 """Taken from a file at a time, or a slice: a tenth of a second."""
+WORK_BYTES: Final = 4 << 20
+"""Merged or spilled in a step: some hundredths of a second."""
 BURST_S: Final = 0.25
 """So much of a second's bytes may be read at once after a rest."""
 REST_S: Final = 3.0
@@ -194,7 +197,7 @@ class Keeper:
     def _step(self) -> None:
         try:
             self._take_in()
-            busy = not self._closed and self._read_one()
+            busy = not self._closed and (self._work_some() or self._read_one())
         except Exception as error:
             busy = False
             self._drop_all(error)
@@ -221,6 +224,8 @@ class Keeper:
             self._drop_all(error)
         with self._lock:
             self._note()
+        if self._unsettled():
+            self._start()
         return taken
 
     def _taken(self, stage: str, slices: Sequence[int], checkpoint: int, deadline_s: float) -> dict[int, Any]:
@@ -265,7 +270,7 @@ class Keeper:
                 self._spill = self._make_spill()
             except OSError as error:
                 self._spill_problem = f"there is no local disk for backups: {error}"
-        backups = Backups(self._job, stage, told.key, told.slices_total, self._memory_max, self._spill)
+        backups = Backups(self._job, stage, told.key, told.slices_total, self._memory_max, self._spill, eager=False)
         return _Stage(stage, backups)
 
     def _share(self, backups: Backups) -> int:
@@ -278,6 +283,19 @@ class Keeper:
         missing = kept.backups.advance()
         now = self._clock()
         kept.missing = {name: kept.missing.get(name, now) for name in missing}
+        kept.unsettled = True
+
+    def _work_some(self) -> bool:
+        """Merge and spill a little, if that is due. True: there is more, and it comes before anything is read, or
+        there would be no limit to memory."""
+        for kept in self._stages.values():
+            if kept.unsettled:
+                kept.unsettled = kept.backups.work(WORK_BYTES)
+                break
+        return self._unsettled()
+
+    def _unsettled(self) -> bool:
+        return any(kept.unsettled for kept in self._stages.values())
 
     # ---- reading the store -----------------------------------------------------------------------------------------
 
@@ -287,7 +305,7 @@ class Keeper:
         now = self._clock()
         if now < self._rest_until_s:
             return False
-        ready = [kept for kept in stages if now >= kept.resume_s and self._work(kept, now)]
+        ready = [kept for kept in stages if now >= kept.resume_s and self._has_to_read(kept, now)]
         if not ready:
             return False
         pause_s = self._rate.pause_s()
@@ -309,7 +327,7 @@ class Keeper:
         """A missing file whose piece has had time enough to come."""
         return next((name for name, since in kept.missing.items() if now >= since + PATIENCE_S), None)
 
-    def _work(self, kept: _Stage, now: float) -> bool:
+    def _has_to_read(self, kept: _Stage, now: float) -> bool:
         if self._late(kept, now) is not None or kept.seeding is not None:
             return True
         return bool(kept.checkpoint > 0 and kept.backups.to_seed(kept.checkpoint))
@@ -406,7 +424,7 @@ class Keeper:
         """When there will be something to do for a stage, other than what is told."""
         if kept.missing:
             yield max(kept.resume_s, self._rest_until_s, min(kept.missing.values()) + PATIENCE_S)
-        if self._work(kept, float("-inf")):
+        if self._has_to_read(kept, float("-inf")):
             yield max(kept.resume_s, self._rest_until_s)
 
 
@@ -453,6 +471,8 @@ class _Stage:
     missing: dict[str, float] = field(default_factory=dict)
     """File that a commit names and that is not here -> since when."""
     seeding: _Seed | None = None
+    unsettled: bool = False
+    """There is something to merge or spill."""
     waits: str | None = None
     pause_s: float = 0.0
     resume_s: float = 0.0

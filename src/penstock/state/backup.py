@@ -19,11 +19,15 @@ merged elsewhere is copied down to the rest: parts share buffers, and one row mu
 
 **Memory.** Over ``memory_max`` the largest slices go to a :class:`Spill`, merged, with a header that says whose they
 are; later deltas stay in memory on top until they, too, are large. A spill that fails costs the backup, not the job.
+
+**Little by little.** Merging and spilling is :meth:`Backups.work`, apart from what brings slices forward: somebody may
+need a slice at once, and what is due of a large backup takes seconds.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -109,8 +113,18 @@ class Backups:
     """Backups of one stage in one process. Not thread-safe; no I/O but through ``spill``."""
 
     def __init__(
-        self, job: str, stage: str, key: Sequence[str], slices_total: int, memory_max: int, spill: Spill | None
+        self,
+        job: str,
+        stage: str,
+        key: Sequence[str],
+        slices_total: int,
+        memory_max: int,
+        spill: Spill | None,
+        *,
+        eager: bool = True,
     ) -> None:
+        """``eager``: what is due is merged and spilled at once, and nobody need call ``work``."""
+        self.eager = eager
         self.job = job
         self.stage = stage
         self.key = list(key)
@@ -130,6 +144,9 @@ class Backups:
         self._commits: dict[int, _Known] = {}
         self._newest = -1
         self._given_up: set[int] = set()
+        self._unsettled: set[int] = set()
+        """Slices that have got deltas since it was seen to that they do not have too many."""
+        self._shedding = False
 
     # ---- what is held ----------------------------------------------------------------------------------------------
 
@@ -253,12 +270,12 @@ class Backups:
         if base is not None and base.height:
             held.set_base(owned(base))
         self._held[slice] = held
-        self._shed()
+        if self.eager:
+            self.work()
 
     def advance(self) -> list[str]:
         """Bring every slice as far as the known commits and the files at hand allow; the files that are missing."""
         missing: dict[str, None] = {}
-        moved = []
         for number, held in self._held.items():
             start = held.version
             while (known := self._commits.get(held.version)) is not None:
@@ -269,11 +286,16 @@ class Backups:
                 held.deltas.extend(runs)
                 held.version = known.epoch
             if held.version != start and held.deltas:
-                moved.append(number)
-        self._settle(moved)
+                self._unsettled.add(number)
+        if self.eager:
+            self.work()
         self._tidy()
-        self._shed()
         return list(missing)
+
+    def work(self, bytes_max: float = math.inf) -> bool:
+        """Merge and spill what is due, about so many bytes of it, or one slice. True: there is more."""
+        left = self._settle(bytes_max)
+        return left <= 0 or self._shed(left) <= 0
 
     def lose(self, name: str) -> None:
         """A file can no longer be had (it was merged with others and removed): slices that wait for it are dropped,
@@ -356,23 +378,48 @@ class Backups:
 
     # ---- merging ---------------------------------------------------------------------------------------------------
 
-    def _settle(self, numbers: Sequence[int]) -> None:
-        """Merge what is due in some slices, so that chains stay short and the cost of it in proportion. Slices with the
-        same deltas go together, and stay together."""
+    def _settle(self, bytes_max: float) -> float:
+        """Merge what is due in slices, so that chains stay short and the cost of it in proportion. Slices with the same
+        deltas go together, and stay together. What is left of so many bytes."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for number in numbers:
-            groups.setdefault(tuple(id(run) for run in self._held[number].deltas), []).append(number)
+        for number in sorted(self._unsettled):
+            if number in self._held and self._held[number].deltas:
+                groups.setdefault(tuple(id(run) for run in self._held[number].deltas), []).append(number)
+            else:
+                self._unsettled.discard(number)
+        left = bytes_max
         for group in groups.values():
             runs = self._held[group[0]].deltas
             sizes = [sum(run.share(number) for number in group) for run in runs]
             base = sum(self._held[number].base_bytes for number in group)
             if sum(sizes) >= max(BASE_RATIO * base, SMALL_BYTES * len(group)):
-                self._merge_all(group)
+                while group and left > 0:
+                    some, left = self._some(group, runs, left, with_base=True)
+                    self._merge_all(some)
             elif len(sizes) > DELTAS_MAX:
-                self._merge_all([number for number in group if not self._held[number].base_bytes])
-                self._merge_newest(
-                    [number for number in group if number in self._held and self._held[number].deltas], sizes
-                )
+                count = _newest(sizes)
+                while group and left > 0:
+                    some, left = self._some(group, runs[-count:], left)
+                    self._merge_all([number for number in some if not self._held[number].base_bytes])
+                    self._merge_newest([n for n in some if n in self._held and self._held[n].deltas], count)
+            else:
+                self._unsettled.difference_update(group)
+            if left <= 0:
+                break
+        return left
+
+    def _some(
+        self, group: list[int], runs: Sequence[_Run], left: float, *, with_base: bool = False
+    ) -> tuple[list[int], float]:
+        """The first of a group, up to so many bytes of these runs; they leave it, and count as settled. And what is
+        left then."""
+        some = []
+        while group and left > 0:
+            number = group.pop(0)
+            left -= sum(run.share(number) for run in runs) + (self._held[number].base_bytes if with_base else 0)
+            some.append(number)
+        self._unsettled.difference_update(some)
+        return some, left
 
     def _merge_all(self, numbers: Sequence[int]) -> None:
         """Deltas into bases, of slices that have the same deltas."""
@@ -394,14 +441,10 @@ class Backups:
             held.set_base(merged if merged.height else None)
         self._release(numbers, runs, disks)
 
-    def _merge_newest(self, numbers: Sequence[int], sizes: Sequence[int]) -> None:
-        """The newest deltas into one, of slices that have the same deltas."""
+    def _merge_newest(self, numbers: Sequence[int], count: int) -> None:
+        """So many of the newest deltas into one, of slices that have the same deltas."""
         if not numbers:
             return
-        count, merged = 2, sum(sizes[-2:])
-        while count < len(sizes) and sizes[-count - 1] <= merged:
-            merged += sizes[-count - 1]
-            count += 1
         runs = self._held[numbers[0]].deltas[-count:]
         newer = merge_frames([run.parts(numbers) for run in runs], self.key, drop_deleted=False)
         newer, index = sort_by_slice(newer, self.slices_total)
@@ -437,22 +480,28 @@ class Backups:
     def _piece_bytes(self) -> int:
         return sum(len(piece.data) for pieces in self._pieces.values() for piece in pieces)
 
-    def _shed(self) -> None:
-        """Spill the largest slices until the rest fits."""
-        if self.nbytes <= self.memory_max:
-            return
-        limit = int(self.memory_max * SHED_TO)
+    def _shed(self, bytes_max: float) -> float:
+        """Spill the largest slices until the rest fits. What is left of so many bytes."""
         left = self.nbytes
+        self._shedding |= left > self.memory_max
+        limit = int(self.memory_max * SHED_TO)
+        if not self._shedding:
+            return bytes_max
         sizes = {number: held.memory(number) for number, held in self._held.items()}
         for number in sorted(sizes, key=lambda n: (-sizes[n], n)):
             if left <= limit:
                 left = self.nbytes  # it was an estimate: frames are shared
             if left <= limit or not sizes[number]:
                 break
+            if bytes_max <= 0:
+                return bytes_max
             self._spill(number)
             left -= sizes[number]
+            bytes_max -= sizes[number]
+        self._shedding = False
         if self.nbytes > self.memory_max:
             self._shed_waiting()
+        return bytes_max
 
     def _shed_waiting(self) -> None:
         """What is left are files that wait for others. Read again they would be as large: their slices are given up."""
@@ -514,6 +563,15 @@ class Backups:
         held = self._held.pop(number, None)
         if held is not None:
             self._release([number], held.deltas, [] if held.disk is None else [held.disk])
+
+
+def _newest(sizes: Sequence[int]) -> int:
+    """How many of the newest deltas are merged: at least two, and on while the next older is no larger than these."""
+    count, merged = 2, sum(sizes[-2:])
+    while count < len(sizes) and sizes[-count - 1] <= merged:
+        merged += sizes[-count - 1]
+        count += 1
+    return count
 
 
 def merge_two(

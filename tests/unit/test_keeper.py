@@ -193,6 +193,26 @@ def test_a_large_file_is_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch, m
     assert job.taken() == job.truth
 
 
+def test_slices_that_a_last_file_completes_are_not_made_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP_ROWS", 10)
+    job = Job()
+    job.checkpoint(every(1))
+    job.checkpoint({5: 2})
+    made: list[int] = []
+    seeds = module.Keeper._seed_some
+
+    def counted(keeper: module.Keeper, kept: Any) -> None:
+        before = keeper._counts["seeded"]
+        seeds(keeper, kept)
+        made.append(keeper._counts["seeded"] - before)
+
+    monkeypatch.setattr(module.Keeper, "_seed_some", counted)
+    job.tell()
+    job.run()
+    assert job.held() == ALL and job.taken() == job.truth
+    assert sum(made) == SLICES and max(made) == 1
+
+
 def test_after_a_recovery_nothing_is_read_for_a_while_and_then_all_is() -> None:
     job = Job()
     job.checkpoint(every(1))

@@ -36,7 +36,9 @@ PAUSE_MAX_S: Final = 30.0
 WAIT_MAX_S: Final = 0.05
 """The longest that a step holds up those behind it to keep to the bandwidth."""
 STEP_ROWS: Final = 2**17
-"""Taken from a file at a time, or a slice: a tenth of a second."""
+"""Taken from a file, or made a copy of, at a time, or a slice: a tenth of a second."""
+STEP_SLICES: Final = 64
+"""No more than this either: each has a fixed price."""
 WORK_BYTES: Final = 4 << 20
 """Merged or spilled in a step: some hundredths of a second."""
 BURST_S: Final = 0.25
@@ -372,8 +374,8 @@ class Keeper:
                 self._failed(kept, error)
             return
         backups.memory_max = self._share(backups)
-        for number in seed.finished():
-            backups.seed(number, seed.checkpoint, seed.parts_of(number))
+        for number, parts in seed.finished().items():
+            backups.seed(number, seed.checkpoint, parts)
             self._counts["seeded"] += 1
         seed.limit(backups.memory_max)
         if not seed.slices:
@@ -505,7 +507,7 @@ class _Seed:
     def add_some(self, key: Sequence[str]) -> None:
         assert self.opened is not None
         left = self.slices.intersection(self.files[0].slices) - self.added
-        some = self.opened.first(left, STEP_ROWS)
+        some = self.opened.first(left, STEP_ROWS)[:STEP_SLICES]
         meta, frame = self.opened.read(some)
         for number in some:
             rows = select_slices(meta, frame, [number])
@@ -520,15 +522,18 @@ class _Seed:
             self.files.pop(0)
             self.opened = None
 
-    def finished(self) -> list[int]:
-        """Slices that no file to come counts for. They leave."""
+    def finished(self) -> dict[int, list[pl.DataFrame]]:
+        """Of the slices that no file to come counts for the first few, with what was read of them. They leave."""
         waiting = {number for file in self.files for number in file.slices}
-        done = sorted(self.slices - waiting)
+        done: dict[int, list[pl.DataFrame]] = {}
+        rows = 0
+        for number in sorted(self.slices - waiting)[:STEP_SLICES]:
+            rows += sum(part.height for part in self.parts.get(number, ()))
+            if done and rows > STEP_ROWS:
+                break
+            done[number] = self.parts.pop(number, [])
         self.slices.difference_update(done)
         return done
-
-    def parts_of(self, number: int) -> list[pl.DataFrame]:
-        return self.parts.pop(number, [])
 
     def only(self, want: Collection[int]) -> None:
         """Slices that are no longer wanted are left out, and files of theirs alone are not read."""

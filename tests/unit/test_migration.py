@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from penstock.control.controller import COMMITS_KEPT, INPUT_PAUSE_S, MOVING_EPOCH_S, Controller
+from penstock.control.controller import COMMITS_KEPT, INPUT_PAUSE_S, MOVING_DELTAS, MOVING_EPOCH_S, Controller
 from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
     CancelMovesRequested,
     Command,
+    Compact,
     EpochPlanned,
     EpochPublished,
     Event,
@@ -1101,3 +1102,31 @@ def test_deltas_come_with_the_next_epoch_and_are_asked_for_only_when_there_is_no
     d.step(NothingNew(d.now, d.controller.next_epoch))
     flush = one(d.commands, Flush)
     assert flush.epoch == sealed and flush.containers == {COUNT: (0, 1), WIN: (0, 1)}
+
+
+def test_while_slices_move_files_are_merged_only_when_there_are_very_many() -> None:
+    d = Fleet("a", "b", deltas_max=2).started()
+    d.copying = False  # the move takes its time
+    d.move(0, to=1)
+
+    def merges() -> set[StageId]:
+        return {c.stage for c in d.commands if isinstance(c, Compact)}
+
+    for _ in range(2 * MOVING_DELTAS):
+        d.checkpoint()
+    assert COUNT in d.controller.manifest.files and d.controller.migration.of(COUNT)
+    assert merges() == {WIN}, "nothing of that stage moves"
+    d.checkpoint()
+    assert merges() == {WIN, COUNT}, "chains are bounded all the same"
+
+
+def test_when_slices_have_moved_files_are_merged_again() -> None:
+    d = Fleet("a", "b", deltas_max=2).started()
+    d.copying = False
+    d.move(0, to=1)
+    for _ in range(4):
+        d.checkpoint()
+    d.step(CancelMovesRequested(d.now, COUNT, None))
+    d.commands.clear()
+    d.checkpoint()
+    assert COUNT in {c.stage for c in d.commands if isinstance(c, Compact)}

@@ -18,6 +18,7 @@ The rules it keeps (checked by ``validate``):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,7 @@ from penstock.control.shape import Shape
 from penstock.control.topology import StageInfo, Topology, at_port
 from penstock.ids import NO_EPOCH, Attempt, Epoch, StageId
 from penstock.state.backup import Commit
-from penstock.state.checkpoint import DeltaFile, Manifest, plan_compaction
+from penstock.state.checkpoint import CompactionTask, DeltaFile, Manifest, plan_compaction
 
 NEVER = -(2**63) + 1
 FOREVER = 2**63 - 1
@@ -83,6 +84,10 @@ RECOVERIES_MAX = 5
 """Recoveries in a row without a new epoch published, or a checkpoint taken, in between."""
 COMMITS_KEPT = 6
 """Whoever keeps copies hears of each checkpoint so often."""
+MOVING_DELTAS = 4
+"""While slices of a stage move, its files are merged only when chains are so many times as long as they may be. A merge
+takes processor time that the move, and whoever else is on the machine, needs; and it takes away the files that copies
+are being read from."""
 CATCH_UP_S = 4.0
 """After a checkpoint the next one waits so long while slices are on the move: for copies to get there, and for as many
 switches as there is time for."""
@@ -504,10 +509,15 @@ class Controller(Shape):
         out: list[Command] = [CollectGarbage(done.epoch, ends)]
         for stage, files in self.manifest.files.items():
             if StageId(stage) not in self.compacting:
-                for task in plan_compaction(files, deltas_max=self.settings.deltas_max)[:1]:
+                for task in self._due_merges(StageId(stage), files)[:1]:
                     self.compacting.add(StageId(stage))
                     out.append(Compact(StageId(stage), task))
         return out
+
+    def _due_merges(self, stage: StageId, files: Sequence[DeltaFile]) -> list[CompactionTask]:
+        if self.migration.of(stage):
+            return plan_compaction(files, self.settings.deltas_max * MOVING_DELTAS, ratio=math.inf)
+        return plan_compaction(files, self.settings.deltas_max)
 
     def _compacted(self, event: Compacted) -> list[Command]:
         self.compacting.discard(event.stage)

@@ -502,9 +502,10 @@ def go_through(
     orders: Sequence[tuple[str, Callable[[], None], int]],
     *,
     rest_s: float = SETTLE_S,
+    rest_after: bool = False,
 ) -> Figures:
     """All phases: load, feed, and give each order (what, how, and how many containers own slices then) in turn, each
-    after so long at rest.
+    after so long at rest; with ``rest_after``, so long at rest after the last one, too.
     """
     work, pool = Path(args["work"]), Path(args["pool"])
     found: list[Figures] = []
@@ -524,10 +525,13 @@ def go_through(
             found.append({"keys": keys, **figures})
             traces.append(events)
             common.note(str(found[-1]))
+        if rest_after:
+            settle(job, recorder, feeder, rest_s)
+        rested = time.monotonic()
         rows = end_phase(job, feeder, rows, load)
         fed.append(feeder.fed)
         keys_before = keys
-    return {"orders": found, "began": began, "traces": traces, "fed": fed}
+    return {"orders": found, "began": began, "rested": rested, "traces": traces, "fed": fed}
 
 
 def penstock(args: dict[str, Any], moves: str = "live") -> Iterator[Figures]:

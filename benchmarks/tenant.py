@@ -2,7 +2,8 @@
 
 After figures 15 and 17 of ChronoStream. Beside the job of the benchmark ``migrate`` something else is at work all the
 time: PostgreSQL with ``pgbench`` where it is installed, else a process that hashes and writes to the disk. Its
-throughput while state moves is compared with that of the ten seconds before, beside the steady job.
+throughput while state moves is compared with that beside the steady job, in ten seconds before the order and ten after
+all has settled: three containers take more of the machine than one, and that is not the move's doing.
 
 ``penstock``
     Slices move while the job runs, and copies are read at no more than ``move_mb_s``.
@@ -78,8 +79,8 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
             rows += [{**row, **kind} for row in migrate.order_rows(contender, figures)]
             series[contender] = figures["series"]
     notes = [
-        "kept: the neighbour's throughput from the order until nothing is left of the move, by that of the "
-        f"{BEFORE_S:g} s before the order, beside the steady job.",
+        "kept: the neighbour's throughput from the order until nothing is left of the move, by that beside the steady "
+        f"job: the mean of {BEFORE_S:g} s before the order and {BEFORE_S:g} s after all has settled.",
         f"kept_worst: the same for the worst {WORST_S:g} s within that time.",
         "alone_s and beside_s: what the neighbour does in a second without the job, and beside it.",
         f"penstock reads copies at no more than {MOVE_MB_S:g} MB/s in each container; penstock_unlimited as it can.",
@@ -116,14 +117,17 @@ def rate_in(counts: Counts, begin: float, end: float) -> float:
     return (done_by(counts, end) - done_by(counts, begin)) / (end - begin)
 
 
-def kept_in(counts: Counts, at: float, done: float) -> Figures:
-    """The neighbour's throughput during a move, by that of the time before."""
-    usual = rate_in(counts, at - BEFORE_S, at)
+def kept_in(counts: Counts, at: float, done: float, rested: float) -> Figures:
+    """The neighbour's throughput during a move, by that beside the steady job: before the order at ``at``, and in the
+    last seconds before ``rested``."""
+    before, after = rate_in(counts, at - BEFORE_S, at), rate_in(counts, rested - BEFORE_S, rested)
+    usual = (before + after) / 2
     width = min(WORST_S, done - at)
     steps = max(1, int((done - at - width) / 0.5) + 1)
     worst = min(rate_in(counts, at + 0.5 * n, at + 0.5 * n + width) for n in range(steps))
     return {
-        "beside_s": common.rounded(usual),
+        "beside_s": common.rounded(before),
+        "beside_after_s": common.rounded(after),
         "kept": common.rounded(rate_in(counts, at, done) / usual),
         "kept_worst": common.rounded(worst / usual),
     }
@@ -223,7 +227,7 @@ def neighbour(work: Path) -> Iterator[Neighbour]:
 @contextlib.contextmanager
 def loop(work: Path) -> Iterator[Neighbour]:
     code = f"from benchmarks.tenant import churn; churn({str(work / 'churn')!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     yield Neighbour("loop", process, loop_progress)
 
 
@@ -251,7 +255,8 @@ def pgbench(programs: dict[str, str]) -> Iterator[Neighbour]:
     """A database of its own in a directory that is gone afterwards, reached by a socket there."""
     place = Path(tempfile.mkdtemp(prefix="penstock-pg-"))
     user = _user()
-    as_user: dict[str, Any] = {"cwd": place, "text": True}
+    # In sessions of their own, as a neighbour is: Linux shares the cores between sessions first.
+    as_user: dict[str, Any] = {"cwd": place, "text": True, "start_new_session": True}
     if user is not None:
         os.chown(place, pwd.getpwnam(user).pw_uid, pwd.getpwnam(user).pw_gid)
         as_user |= {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
@@ -298,13 +303,14 @@ def penstock(args: dict[str, Any], moves: str = "live", move_mb_s: float = MOVE_
             move_mb_s=move_mb_s,
         )
         orders = [(f"to {n}", partial(job.rescale, OPERATOR, n), n) for n in (migrate.FEW, migrate.MANY)]
-        figures = migrate.go_through(job, recorder, args, orders, rest_s=BEFORE_S)
+        figures = migrate.go_through(job, recorder, args, orders, rest_s=BEFORE_S, rest_after=True)
         end = time.monotonic()
         wait_for(lambda: other.counts[-1][0] > end, 30.0, "the neighbour has told of it")
         job.stop()
         counts = list(other.counts)
-    for order, at in zip(figures["orders"], figures["began"], strict=True):
-        order |= {"alone_s": common.rounded(alone), **kept_in(counts, at, at + order["done_s"])}
+    rested = [*figures["began"][1:], figures["rested"]]
+    for order, at, then in zip(figures["orders"], figures["began"], rested, strict=True):
+        order |= {"alone_s": common.rounded(alone), **kept_in(counts, at, at + order["done_s"], then)}
     first = figures["began"][0] - BEFORE_S
     owners = [(at - first, len(set(recorder.owners[epoch]))) for at, epoch in recorder.outputs if first <= at <= end]
     series = {"neighbour": per_second(counts, first, end), "containers": [(round(at, 2), n) for at, n in owners]}

@@ -25,14 +25,16 @@ def test_work_done_is_read_between_what_was_said() -> None:
             tenant.done_by(counts, outside)
 
 
-def test_what_is_kept_is_by_the_time_before() -> None:
+def test_what_is_kept_is_by_the_steady_time_before_and_after() -> None:
     # A hundred a second until 20; none from 22 to 24; else fifty.
     slow = [*STEADY[:21], (22.0, 2100.0), (24.0, 2100.0), (30.0, 2400.0), (40.0, 2900.0)]
-    found = tenant.kept_in(slow, 20.0, 30.0)
-    assert found["beside_s"] == 100.0 and found["kept"] == 0.4
-    assert found["kept_worst"] == pytest.approx(50 / 3 / 100, rel=1e-2)  # 3 s of which 2 are lost
-    assert tenant.kept_in(STEADY, 20.0, 30.0) == {"beside_s": 100.0, "kept": 1.0, "kept_worst": 1.0}
-    assert tenant.kept_in(STEADY, 20.0, 21.0)["kept_worst"] == 1.0  # shorter than a window
+    found = tenant.kept_in(slow, 20.0, 30.0, 40.0)
+    assert found["beside_s"] == 100.0 and found["beside_after_s"] == 50.0
+    assert found["kept"] == pytest.approx(40 / 75, rel=1e-3)
+    assert found["kept_worst"] == pytest.approx(50 / 3 / 75, rel=1e-2)  # 3 s of which 2 are lost
+    steady = tenant.kept_in(STEADY, 20.0, 30.0, 40.0)
+    assert steady == {"beside_s": 100.0, "beside_after_s": 100.0, "kept": 1.0, "kept_worst": 1.0}
+    assert tenant.kept_in(STEADY, 20.0, 21.0, 40.0)["kept_worst"] == 1.0  # shorter than a window
 
 
 def test_lines_of_neighbours() -> None:

@@ -44,6 +44,7 @@ def in_slice(number: int, count: int) -> list[int]:
 
 def piece(name: str, epoch: int, frame: pl.DataFrame, to: frozenset[int] = ALL, stage: str = "s") -> bytes:
     meta = {"job": "j", "stage": stage, "kind": "delta", "epoch_from": epoch - 1, "epoch_to": epoch}
+    meta["progress"] = {"in": {"row": 100 * epoch}}
     return cut((meta, frame), name, [[0] if s in to else [9] for s in range(SLICES)], 0)[0]
 
 
@@ -71,7 +72,7 @@ class Disk(MemoryStore):
 
 def test_a_file_is_cut_by_holder() -> None:
     frame = rows([*in_slice(0, 2), *in_slice(2, 3), *in_slice(3, 1)], 5)
-    meta = {"job": "j", "stage": "s", "kind": "delta", "epoch_from": 3, "epoch_to": 4}
+    meta = {"job": "j", "stage": "s", "kind": "delta", "epoch_from": 3, "epoch_to": 4, "progress": {"in": {"row": 9}}}
     data = codec.encode(meta, frame, slices_total=SLICES)
     holders = [[1, 2], [3], [1], []]
     pieces = cut(data, "file", holders, 7)
@@ -268,6 +269,20 @@ def test_the_largest_slices_are_spilled_and_come_back() -> None:
     assert content(made, 0, 1) == dict.fromkeys(in_slice(0, 900), 1) | {key: 7}
     made.want(frozenset({1}))
     assert not disk.items and made.bytes_spilled == 0
+
+
+def test_a_spilled_slice_says_which_input_it_reflects() -> None:
+    disk = Disk()
+    made = holding(memory_max=20_000, spill=disk)
+    for epoch in (1, 2):
+        name = f"f{epoch}"
+        made.commit(Commit(epoch - 1, epoch, {name: [0]}))
+        made.supply(name, *codec.decode(piece(name, epoch, rows(in_slice(0, 900), epoch)), name))
+        made.advance()
+    (data,) = disk.items.values()
+    header = codec.decode_header(data, "")
+    assert (header["epoch"], header["progress"]) == (2, {"in": {"row": 200}})
+    assert set(made._progress) == {2}, "progress of checkpoints that nothing stands at is forgotten"
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged", "another slice's", "another epoch's"])

@@ -346,8 +346,9 @@ def test_a_checkpoint_with_deltas_that_arrive_an_epoch_later() -> None:
     d.plan(1)
     assert not one(d.log(1), RunStage).seal, "a source has no state"
     d.plan(2)
-    seals = [c.seal for c in d.done(1, IN) if isinstance(c, RunStage)]
-    assert seals == [True, True]
+    sealing = [c for c in d.done(1, IN) if isinstance(c, RunStage)]
+    assert [c.seal for c in sealing] == [True, True]
+    assert [c.progress for c in sealing] == [{IN: {"row": 100}}] * 2, "where epoch 1 ends, though 2 has been planned"
     d.done(1, COUNT)
     d.done(1, WIN)
     assert brief(d.published(1)) == [("ReleaseEpoch", 1), ("PlanEpoch", 3)], "no waiting for deltas"
@@ -388,7 +389,8 @@ def test_a_checkpoint_is_flushed_when_no_input_comes() -> None:
     d.whole_epoch(1)
     commands = d.step(NothingNew(0.0, Epoch(2)))
     everybody = {COUNT: (0, 1), WIN: (0, 1)}
-    assert one(commands, Flush) == Flush(Epoch(1), Attempt(1), Epoch(0), 1, everybody, cause="NothingNew")
+    progress = {IN: {"row": 100}}
+    assert one(commands, Flush) == Flush(Epoch(1), Attempt(1), Epoch(0), 1, everybody, progress, cause="NothingNew")
     assert d.step(Tick(0.001)) == [], "once"
     commands = d.flushed(1)
     assert brief([c for c in commands if not isinstance(c, PlanEpoch)]) == [("WriteManifest", 1)]

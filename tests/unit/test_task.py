@@ -14,6 +14,7 @@ from penstock.engines.task import MANIFEST_NAME, TaskSpec, Worker, pack_blob, sp
 from penstock.operators.base import HASH, NEVER
 from penstock.plan import compile_flow
 from penstock.state.checkpoint import DeltaFile, Manifest
+from penstock.state.codec import decode_header
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import MemoryStore
 from penstock.testing import rows
@@ -124,6 +125,16 @@ def test_a_new_attempt_goes_back_to_the_checkpoint() -> None:
     _, counts = rig.count(2, attempt=2, checkpoint=1)
     assert counts["a"] == (4, 10)
     assert rig.count(3, attempt=2, checkpoint=1)[1]["a"] == (6, 15)
+
+
+def test_a_delta_says_which_input_it_reflects() -> None:
+    rig = Rig()
+    rig.count(1)
+    rig.count(2, seal=True, progress={"in": {"row": 8}})
+    report = rig.worker.flush(rig.spec("count", 2))
+    (file,) = (d["file"] for d in report.deltas)
+    header = decode_header(rig.store.get(file["name"]), file["name"])
+    assert header["progress"] == {"in": {"row": 8}} and header["epoch_to"] == 2
 
 
 def test_a_new_attempt_from_the_beginning() -> None:

@@ -529,15 +529,14 @@ class Controller(Shape):
 
     def _advanced(self, checkpoint: Checkpoint) -> Manifest:
         """What the manifest must say for the job to go on from this checkpoint."""
-        offsets = dict(self.offsets)
         facts = {s: list(f) for s, f in self.facts.items()}
         for epoch in sorted(self.log, reverse=True):  # back to where the sources stood at the checkpoint
             if epoch <= checkpoint.epoch:
                 break
             for source, r in self.log[epoch]["ranges"].items():
-                offsets[source] = r["start"]
                 if r["facts"]:
                     del facts[source][-len(r["facts"]) :]
+        offsets = self._progress(checkpoint.epoch)
         record = self.log.get(checkpoint.epoch)
         final = self.committed_final or bool(record and record["final"])
         return self.manifest.advance(
@@ -548,6 +547,13 @@ class Controller(Shape):
             sources={s: {"offset": o, "facts": facts.get(s, [])} for s, o in offsets.items()},
             clocks={"clocks": checkpoint.clocks, "watermarks": checkpoint.watermarks, "final": final},
         )
+
+    def _progress(self, epoch: Epoch) -> dict[str, Any]:
+        """How far each source has been read at the end of an epoch: what state that stands there reflects."""
+        offsets = dict(self.offsets)
+        for later in sorted((e for e in self.log if e > epoch), reverse=True):
+            offsets |= {source: r["start"] for source, r in self.log[later]["ranges"].items()}
+        return offsets
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -659,6 +665,7 @@ class Controller(Shape):
             self.settings.full_snapshots,
             run.epoch <= self.published,
             self._asked(run, stage.id),
+            self._progress(run.epoch) if run.seal and stage.stateful else {},
         )
 
     def _publish(self, now: float) -> list[Command]:
@@ -733,7 +740,8 @@ class Controller(Shape):
         waiting: dict[StageId, tuple[int, ...]] = {}
         for stage, container in sorted(self.checkpoint.expected):
             waiting[stage] = (*waiting.get(stage, ()), container)
-        return [Flush(self.checkpoint.epoch, self.attempt, self.committed, self.routing.version, waiting)]
+        epoch = self.checkpoint.epoch
+        return [Flush(epoch, self.attempt, self.committed, self.routing.version, waiting, self._progress(Epoch(epoch)))]
 
     def _write_manifest(self) -> list[Command]:
         c = self.checkpoint

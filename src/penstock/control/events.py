@@ -354,6 +354,8 @@ class RunStage(Command):
     """The sinks have this epoch already: it runs again for the state that it leaves."""
     hot: tuple[int, ...] = ()
     """Slices whose owners are to say which keys are the hottest."""
+    progress: dict[str, Any] = field(default_factory=dict)
+    """With ``seal``: source -> how far it has been read. It goes into the header of what is written."""
 
 
 @dataclass(frozen=True)
@@ -374,6 +376,7 @@ class Flush(Command):
     routing: int
     containers: dict[StageId, tuple[int, ...]] = field(default_factory=dict)
     """Those that have not yet said that they are done."""
+    progress: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def task_specs(
         command.full,
         command.quiet,
         command.hot,
+        command.progress,
     )
     if stage.source is not None:
         return [replace_spec(base, index=i, split=s) for i, s in enumerate(splits or [None])]  # type: ignore[list-item]
@@ -82,6 +83,7 @@ def flush_specs(command: Flush, plan: Plan, routing: RoutingTable) -> list[TaskS
             routing.slices,
             {stage.id: list(routing.owners[stage.id])},
             {stage.id: routing.instances[stage.id]},
+            progress=command.progress,
         )
         for stage in plan.stages
         for index in command.containers.get(stage.id, ())

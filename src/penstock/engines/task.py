@@ -110,6 +110,8 @@ class TaskSpec(msgspec.Struct):
     """The sinks have this epoch already."""
     hot: tuple[int, ...] = ()
     """Slices whose hottest keys are wanted."""
+    progress: dict[str, Any] = {}
+    """source -> how far it has been read: what a delta sealed now reflects"""
 
 
 class BlobHeader(msgspec.Struct, array_like=True):
@@ -710,6 +712,7 @@ def delta_file(
         "kind": "delta",
         "epoch_from": spec.checkpoint,
         "epoch_to": spec.epoch,
+        "progress": spec.progress,
         "slices_total": spec.slices,
         "slices": {str(number): place for number, place in index.items()},
     }

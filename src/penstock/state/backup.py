@@ -97,7 +97,13 @@ def cut(
         for container in holders[number]:
             shares.setdefault(container, []).append(number)
     names = ("job", "stage", "kind", "epoch_from", "epoch_to")
-    header = {**{n: meta[n] for n in names}, "name": name, "attempt": attempt, "changed": _bitmap(changed)}
+    header = {
+        **{n: meta[n] for n in names},
+        "progress": meta.get("progress"),
+        "name": name,
+        "attempt": attempt,
+        "changed": _bitmap(changed),
+    }
     # Holders of the same slices (there are few different sets) get the same bytes.
     made: dict[tuple[int, ...], bytes] = {}
     pieces = {}
@@ -146,6 +152,8 @@ class Backups:
         self._given_up: set[int] = set()
         self._unsettled: set[int] = set()
         """Slices that have got deltas since it was seen to that they do not have too many."""
+        self._progress: dict[int, Any] = {}
+        """Checkpoint -> the progress vector in the headers of its deltas, as far as one came."""
         self._shedding = False
 
     # ---- what is held ----------------------------------------------------------------------------------------------
@@ -253,6 +261,7 @@ class Backups:
         mine = {n: (p[0], p[1]) for n, p in index.items() if n in self._wanted and n not in file.runs}
         file.add(_Run.of(frame, mine))
         file.changed = frozenset(index)
+        self._progress[int(meta.get("epoch_to", -1))] = meta.get("progress")
 
     def seed(self, slice: int, epoch: int, frames: Sequence[pl.DataFrame]) -> None:
         """A slice as the durable checkpoint at ``epoch`` has it. ``advance`` then brings it on."""
@@ -333,6 +342,7 @@ class Backups:
             file.add(_Run.of(frame, mine))
             file.changed = piece.changed
             self._open[name] = file
+            self._progress[piece.epoch] = meta.get("progress")
         return file
 
     def _reaches(self, version: int, checkpoint: int) -> bool:
@@ -365,6 +375,8 @@ class Backups:
                 self._pieces[name] = left
             else:
                 del self._pieces[name]
+        versions = {held.version for held in self._held.values()}
+        self._progress = {e: p for e, p in self._progress.items() if e in versions or e >= pinned}
         epochs = {name: known.epoch for known in self._commits.values() for name in known.names}
         for name, file in list(self._open.items()):
             epoch = epochs.get(name, -1)
@@ -526,7 +538,7 @@ class Backups:
             return
         name = f"{self.stage}/{number:05d}-{held.version:012d}"
         meta = {"job": self.job, "stage": self.stage, "slice": number, "epoch": held.version}
-        data = encode(meta, held.base)
+        data = encode({**meta, "progress": self._progress.get(held.version)}, held.base)
         try:
             self.spill.put(name, data)
         except (OSError, PenstockError) as error:

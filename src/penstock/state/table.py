@@ -33,9 +33,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from penstock.frames import frame_of, pick, rows_where, take
 from penstock.state.hashing import hashable, slice_of
 from penstock.state.index import PARTS, Index, part_of
-from penstock.state.keys import Keys, same_keys, take
+from penstock.state.keys import Keys, same_keys
 from penstock.state.memory import Blocks, Column, power_of_two, spans
 
 Rows = NDArray[np.int64]
@@ -353,10 +354,10 @@ class KeyedTable:
         frame = self._last_of_each_key(frame)
         gone = frame.get_column(DELETED).to_numpy()
         if gone.any():
-            rows = self._index_rows(frame.filter(pl.col(DELETED)))
+            rows = self._index_rows(rows_where(frame, gone))
             self._bury(rows[self._live.array[rows]])
             self._forget_history(rows)
-            frame = frame.filter(~pl.col(DELETED))
+            frame = rows_where(frame, ~gone)
         hashes = frame.get_column(HASH).to_numpy()
         rows = self._find_or_append(hashes, self._conform(frame))
         self._count_live(hashes[~self._live.array[rows]], 1)
@@ -392,8 +393,8 @@ class KeyedTable:
 
     def _conform(self, keys: pl.DataFrame) -> pl.DataFrame:
         names = self.spec.key.names()
-        if keys.columns != names:  # column by column: a select would go through the query engine
-            keys = pl.DataFrame([keys.get_column(name) for name in names])
+        if keys.columns != names:
+            keys = pick(keys, names)
         return keys if keys.schema == self.spec.key else keys.cast(self.spec.key)
 
     def distinct(self, rows: Rows) -> Rows:
@@ -767,7 +768,7 @@ def _build_frame(
     for name, kind in spec.values.items():
         columns.append(pl.Series(name, values[name], dtype=pl.Binary() if kind.codec else None))
     columns.append(pl.Series(DELETED, deleted, dtype=pl.Boolean))
-    return pl.DataFrame(columns)
+    return frame_of(columns)
 
 
 __all__ = [

@@ -59,7 +59,7 @@ from penstock.state.checkpoint import Manifest
 from penstock.state.codec import checksum, decode, encode, read_slices, sort_by_slice
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import Store
-from penstock.state.table import Fragment, KeyedTable
+from penstock.state.table import Fragment, KeyedTable, TableSpec
 
 DEAD_LETTERS = "__dead_letters"
 LOAD_REST_S = 1.0
@@ -206,6 +206,7 @@ class Worker:
         self.containers: dict[tuple[str, int], Container] = {}
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-delta")
         self.manifests: dict[int, Manifest] = {}
+        self.layouts: dict[StageId, TableSpec | None] = {}
 
     # -- one task ------------------------------------------------------------------------------------------------
 
@@ -282,6 +283,13 @@ class Worker:
             report.error = task_error(error)
         return report
 
+    def _layout(self, stage: Stage) -> TableSpec | None:
+        """Of its table; it is asked for in every epoch, and takes a while to put together."""
+        if stage.id not in self.layouts:
+            assert stage.keyed is not None
+            self.layouts[stage.id] = stage.keyed.table()
+        return self.layouts[stage.id]
+
     # -- sources -------------------------------------------------------------------------------------------------
 
     def _read(self, stage: Stage, spec: TaskSpec, report: TaskReport, context: StepContext) -> pl.DataFrame:
@@ -316,7 +324,7 @@ class Worker:
     ) -> Container | None:
         """The container, standing exactly at the epoch before this one; None if that cannot be."""
         assert stage.keyed is not None
-        layout = stage.keyed.table()
+        layout = self._layout(stage)
         if layout is None:
             return None
         if self.keeper is not None:
@@ -414,7 +422,7 @@ class Worker:
 
     def _keep(self, stage: Stage, spec: TaskSpec, wanted: frozenset[int]) -> None:
         assert self.keeper is not None and stage.keyed is not None
-        layout = stage.keyed.table()
+        layout = self._layout(stage)
         assert layout is not None
         self.keeper.tell(spec.stage, layout.key.names(), spec.slices, wanted, spec.checkpoint, spec.commits)
 

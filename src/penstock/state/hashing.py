@@ -21,6 +21,7 @@ Several columns: ``h = mix(h * K3 + next)``, which depends on their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -79,6 +80,7 @@ def slice_of(hashes: U64, slices: int) -> NDArray[np.int32]:
     return share.astype(np.int32)
 
 
+@lru_cache
 def hashable(dtype: pl.DataType) -> bool:
     """True when a column of this type may be part of a key."""
     return (

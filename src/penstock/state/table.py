@@ -383,9 +383,11 @@ class KeyedTable:
             values = self._values[name].array[every[~alive]]
             fresh = np.full(values.size, kind.fill, dtype=kind.dtype)
             assert np.array_equal(values, fresh, equal_nan=kind.dtype.kind == "f"), f"a dead row has values in {name}"
+        held = set(every.tolist())
         for log in [*self._sealed, self._active]:
             log.settle()
-            assert np.unique(log.rows).size == log.rows.size and np.isin(log.rows, every).all()
+            logged = log.rows.tolist()
+            assert len(set(logged)) == len(logged) and held.issuperset(logged)
         marked = every[self._mark.array[every] >= self._active_start]
         assert set(marked.tolist()) == set(self._active.rows.tolist())
 
@@ -495,12 +497,10 @@ class KeyedTable:
     def _rows_of(self, parts: NDArray[np.intp]) -> Rows:
         """All rows of some parts, dead ones too."""
         starts, lengths = [], []
-        for p in parts.tolist():
-            blocks = self._blocks_of.get(p)
-            if blocks:
-                starts += [start for start, _ in blocks]
-                lengths += [size for _, size in blocks]
-                lengths[-1] -= int(self._room[p])
+        for p in filter(self._blocks_of.__contains__, parts.tolist()):
+            starts += [start for start, _ in self._blocks_of[p]]
+            lengths += [size for _, size in self._blocks_of[p]]
+            lengths[-1] -= int(self._room[p])
         return spans(np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64))
 
     def _drop_parts(self, parts: NDArray[np.intp], rows: Rows) -> None:

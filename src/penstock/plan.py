@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import polars as pl
@@ -50,7 +51,7 @@ class Stage:
     def keyed(self) -> KeyedOperator | None:
         return self.root.keyed
 
-    @property
+    @cached_property
     def stateful(self) -> bool:
         return self.keyed is not None and self.keyed.table() is not None
 

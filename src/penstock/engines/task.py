@@ -35,6 +35,7 @@ from penstock.engines.hot import hottest_keys, rows_by_slice
 from penstock.engines.keeper import Keeper
 from penstock.errors import BadRecordError, PenstockError
 from penstock.flow import Node
+from penstock.frames import pick, rows_where, with_column, without
 from penstock.ids import StageId
 from penstock.operators.base import (
     DUE,
@@ -58,7 +59,7 @@ from penstock.state.checkpoint import Manifest
 from penstock.state.codec import checksum, decode, encode, read_slices, sort_by_slice
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import Store
-from penstock.state.table import Fragment, KeyedTable
+from penstock.state.table import Fragment, KeyedTable, TableSpec
 
 DEAD_LETTERS = "__dead_letters"
 LOAD_REST_S = 1.0
@@ -70,8 +71,6 @@ FLUSH_WAIT_S = 1.0
 DEAD_LETTERS_MAX = 10_000
 """Kept of each task and epoch when the flow has no sink for them; all are counted."""
 MANIFEST_NAME = "manifests/{:012d}.json"
-FEW_ROWS = 1024
-"""Up to here the fixed price of a query is more than that of taking rows by number."""
 PEERS = "@peers"
 """Origin of what containers of one stage send to each other."""
 PIECE, HANDOVER = 0, 1
@@ -209,6 +208,7 @@ class Worker:
         self.containers: dict[tuple[str, int], Container] = {}
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-delta")
         self.manifests: dict[int, Manifest] = {}
+        self.layouts: dict[StageId, TableSpec | None] = {}
 
     # -- one task ------------------------------------------------------------------------------------------------
 
@@ -285,6 +285,13 @@ class Worker:
             report.error = task_error(error)
         return report
 
+    def _layout(self, stage: Stage) -> TableSpec | None:
+        """Of its table; it is asked for in every epoch, and takes a while to put together."""
+        if stage.id not in self.layouts:
+            assert stage.keyed is not None
+            self.layouts[stage.id] = stage.keyed.table()
+        return self.layouts[stage.id]
+
     # -- sources -------------------------------------------------------------------------------------------------
 
     def _read(self, stage: Stage, spec: TaskSpec, report: TaskReport, context: StepContext) -> pl.DataFrame:
@@ -310,7 +317,7 @@ class Worker:
         frame = result.frame
         if stage.source.punctuated:
             frame, context.punctuation = punctuated_rows(frame, result.punctuation)
-        return frame.with_columns(pl.int_range(pl.len(), dtype=pl.UInt64).alias(ORDER)) if stage.forks else frame
+        return with_column(frame, pl.Series(ORDER, np.arange(rows, dtype=np.uint64))) if stage.forks else frame
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -319,7 +326,7 @@ class Worker:
     ) -> Container | None:
         """The container, standing exactly at the epoch before this one; None if that cannot be."""
         assert stage.keyed is not None
-        layout = stage.keyed.table()
+        layout = self._layout(stage)
         if layout is None:
             return None
         if self.keeper is not None:
@@ -417,7 +424,7 @@ class Worker:
 
     def _keep(self, stage: Stage, spec: TaskSpec, wanted: frozenset[int]) -> None:
         assert self.keeper is not None and stage.keyed is not None
-        layout = stage.keyed.table()
+        layout = self._layout(stage)
         assert layout is not None
         self.keeper.tell(spec.stage, layout.key.names(), spec.slices, wanted, spec.checkpoint, spec.commits)
 
@@ -549,7 +556,7 @@ class Worker:
         frame = applied.frame
         report.by_operator[stage.root.id] = (report.rows_in, frame.height, busy)
         if ORDER not in frame.columns:
-            frame = frame.with_columns(pl.lit(0, pl.UInt64).alias(ORDER))
+            frame = frame.hstack([pl.Series(ORDER, np.zeros(frame.height, dtype=np.uint64))])
         return in_due_order(frame, stage.keyed.due) if stage.keyed.due is not None else frame
 
     @staticmethod
@@ -627,13 +634,13 @@ class Worker:
             return [frame] * spec.instances[edge.downstream]
         in_source_order = stage.source is not None and edge.ordered
         if stage.source is not None and ORDER in frame.columns:
-            frame = frame.drop(ORDER)  # it has served: the rows are in source order
+            frame = without(frame, (ORDER,))  # it has served: the rows are in source order
         prepared = operator.prepare(frame, in_source_order, edge.port, spec.clock_ms * 1000)
         if prepared.time_max is not None and not punctuated:
             report.time_max[here] = max(prepared.time_max, report.time_max.get(here, NEVER))
         report.late[edge.downstream] = report.late.get(edge.downstream, 0) + prepared.late
         self._set_aside(prepared.dead, spec, context)
-        rows = prepared.frame.drop(PUNCTUATION) if PUNCTUATION in prepared.frame.columns else prepared.frame
+        rows = without(prepared.frame, (PUNCTUATION,))
         schema = rows.schema
         floats = [k for k in operator.key if schema[k].is_float()]
         if floats:  # -0.0 and 0.0 are one key: whichever came first must not show
@@ -671,7 +678,7 @@ class Worker:
             assert node.sink is not None
             began = time.perf_counter()
             frame = _union([frames[i] for i in node.inputs if i in frames])
-            frame = frame.select(visible(frame.columns))
+            frame = pick(frame, visible(frame.columns))
             self._deliver(node.id, node.sink, spec, part, frame, report)
             report.rows_out += frame.height
             report.by_operator[node.id] = (frame.height, frame.height, (time.perf_counter() - began) * 1000)
@@ -741,16 +748,7 @@ def split_by_owner(
     if instances == 1:
         return [rows]
     owner = np.asarray(owners, dtype=np.int32)[slice_of(hashes, slices)]
-    if rows.height <= FEW_ROWS:
-        return [_rows_at(rows, np.flatnonzero(owner == c)) for c in range(instances)]
-    return [rows.filter(pl.Series(owner == c)) for c in range(instances)]
-
-
-def _rows_at(rows: pl.DataFrame, numbers: np.ndarray) -> pl.DataFrame:
-    if numbers.size in (0, rows.height):
-        return rows if numbers.size else rows.clear()
-    index = pl.Series(numbers.astype(np.uint32))
-    return pl.DataFrame([column[index] for column in rows.get_columns()])
+    return [rows_where(rows, owner == c) for c in range(instances)]
 
 
 def _nothing(node: Node, frame: pl.DataFrame) -> pl.DataFrame:
@@ -760,8 +758,8 @@ def _nothing(node: Node, frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def in_due_order(frame: pl.DataFrame, column: str) -> pl.DataFrame:
-    due = frame[column].to_physical().cast(pl.Int64).alias(DUE)
-    frame = frame.with_columns(due)
+    due = frame[column].cast(pl.Int64).alias(DUE)
+    frame = with_column(frame, due)
     # An operator gives its rows in order of key; those of a single window are in order as they are.
     return frame if not frame.height or due.min() == due.max() else frame.sort(DUE, ORDER, maintain_order=True)
 
@@ -773,7 +771,7 @@ def punctuated_rows(frame: pl.DataFrame, marks: Sequence[tuple[int, int]]) -> tu
     for before, time_us in sorted(marks):
         last = max(last, time_us)
         column[before:] = last
-    return frame.with_columns(pl.Series(PUNCTUATION, column)), last
+    return with_column(frame, pl.Series(PUNCTUATION, column)), last
 
 
 def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
@@ -781,7 +779,7 @@ def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
         return frames[0]
     tagged = all(ORDER in f.columns for f in frames)
     names = [c for c in frames[0].columns if all(c in f.columns for f in frames)]
-    whole = pl.concat([f.select(names) for f in frames])
+    whole = pl.concat([pick(f, names) for f in frames])
     return whole.sort([c for c in (DUE, ORDER) if c in names], maintain_order=True) if tagged else whole
 
 

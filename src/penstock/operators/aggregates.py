@@ -29,6 +29,7 @@ import numpy as np
 import polars as pl
 
 from penstock.errors import FlowError
+from penstock.frames import pick, take
 from penstock.operators.accumulators import Accumulator, Column, Columns, Kept, kept
 from penstock.operators.aggregators import Aggregator, Defined
 from penstock.operators.base import (
@@ -423,7 +424,7 @@ class Accumulators:
                 c.add(table, rows, frame)
             return rows
         first, inverse = unique_keys(hashes, keys)
-        rows, _ = table.upsert(hashes[first], keys[first])
+        rows, _ = table.upsert(hashes[first], take(keys, first))
         self.add_at(table, rows[inverse], frame)
         return rows
 
@@ -496,7 +497,7 @@ class RunningAggregate(KeyedOperator):
         return Applied(canonical(out, table.hashes(rows)))
 
     def _merge(self, table: KeyedTable, frame: pl.DataFrame) -> np.ndarray:
-        return self.accumulators.merge_into(table, frame[HASH].to_numpy(), frame.select(self.key), frame)
+        return self.accumulators.merge_into(table, frame[HASH].to_numpy(), pick(frame, self.key), frame)
 
     def fingerprint(self) -> dict[str, Any]:
         return {

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import numpy as np
 import polars as pl
 
+from penstock.frames import sorted_by, with_column, without
 from penstock.state.table import KeyedTable, TableSpec
 
 HASH = "__h"
@@ -195,7 +196,7 @@ def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
         whole = pl.concat(origin) if len(origin) > 1 else origin[0]
         by = order_of(whole)
         whole = whole.sort(by or [c for c in whole.columns if c != HASH], maintain_order=True, nulls_last=True)
-        frames.append(whole.drop(DUE, ORDER, strict=False))
+        frames.append(without(whole, (DUE, ORDER)))
     return pl.concat(frames) if len(frames) != 1 else frames[0]
 
 
@@ -260,4 +261,4 @@ def canonical(frame: pl.DataFrame, hashes: np.ndarray) -> pl.DataFrame:
     """Tag rows with the hash of their key and sort by it, so that output does not depend on where state happened to
     lie.
     """
-    return frame.with_columns(pl.Series(ORDER, hashes, dtype=pl.UInt64)).sort(ORDER, maintain_order=True)
+    return sorted_by(with_column(frame, pl.Series(ORDER, hashes, dtype=pl.UInt64)), ORDER)

@@ -44,6 +44,7 @@ import numpy as np
 import polars as pl
 
 from penstock.errors import FlowError, UserCodeError
+from penstock.frames import alike, pick, sorted_by, take, with_column
 from penstock.operators.base import (
     FOREVER,
     HASH,
@@ -386,7 +387,7 @@ class Custom(KeyedOperator):
         if not arrivals:
             return None
         frame = in_time_order(arrivals, tick, self.lateness_us) if self.timed else in_order(arrivals)
-        return frame.sort(HASH, maintain_order=True)
+        return sorted_by(frame, HASH)
 
     def made(self) -> tuple[Any, dict[str, Layout]]:
         """The class of its events and the layouts of its states, made once in each process."""
@@ -435,7 +436,8 @@ def with_times(id: str, frame: pl.DataFrame, on: str, lateness_us: int, from_sou
         marks = row_watermarks(frame, times, lateness_us)
     else:
         marks = np.full(len(times), NEVER, dtype=np.int64)
-    frame = frame.with_columns(pl.Series(_AT, times, dtype=pl.Int64), pl.Series(MARK, marks, dtype=pl.Int64))
+    frame = with_column(frame, pl.Series(_AT, times, dtype=pl.Int64))
+    frame = with_column(frame, pl.Series(MARK, marks, dtype=pl.Int64))
     return Prepared(frame, int(times.max()) if len(times) else None, dead=dead)
 
 
@@ -443,9 +445,9 @@ def in_time_order(arrivals: Sequence[Arrival], tick: Tick, lateness_us: int) -> 
     """All rows in order, with the watermark at each, now that it is known what the splits before have seen."""
     marked = []
     for a in arrivals:
-        own = pl.col(MARK) if a.from_source else pl.col(_AT) - lateness_us
+        own = a.frame[MARK].to_numpy() if a.from_source else a.frame[_AT].to_numpy() - lateness_us
         floor = max(a.watermark if a.from_source else NEVER, tick.watermark_before)
-        frame = a.frame.with_columns(pl.max_horizontal(own, pl.lit(floor, pl.Int64)).alias(MARK))
+        frame = with_column(a.frame, pl.Series(MARK, np.maximum(own, floor)))
         marked.append(Arrival(frame, a.origin, a.index, a.from_source, a.watermark, a.port))
     frame = in_order(marked)
     return frame if all(a.from_source for a in arrivals) else frame.sort(_AT, maintain_order=True)
@@ -645,7 +647,7 @@ class _Run:
             return None
         frame, starts = group_by_key(frame, self.custom.key)
         hashes = frame[HASH].to_numpy()[starts]
-        keys = frame.select(self.custom.key)[starts]
+        keys = take(pick(frame, self.custom.key), starts)
         rows = self.table.upsert(hashes, keys)[0] if self.table is not None else None
         self._start(rows, len(starts))
         sizes = np.diff(starts, append=frame.height).tolist()
@@ -750,10 +752,10 @@ def group_by_key(frame: pl.DataFrame, key: Sequence[str]) -> tuple[pl.DataFrame,
     differs = np.zeros(n - 1, dtype=np.bool_)
     for name in key:
         column = frame[name]
-        differs |= column.slice(1).ne_missing(column.slice(0, n - 1)).to_numpy()
+        differs |= ~alike(column.slice(1), column.slice(0, n - 1))
     if np.count_nonzero(differs) == len(starts) - 1:  # equal keys have equal hashes: every start is a difference
         return frame, starts
-    first, inverse = unique_keys(hashes, frame.select(key))
+    first, inverse = unique_keys(hashes, pick(frame, key))
     order = np.argsort(inverse, kind="stable")
     return frame[order], np.searchsorted(inverse[order], np.arange(len(first)))
 

@@ -96,7 +96,7 @@ def clamped(watermark: Any) -> Any:
 def timed_rows(operator: str, frame: pl.DataFrame, on: str) -> tuple[pl.DataFrame, np.ndarray, tuple[Dead, ...]]:
     """The rows that have a time, their times in microseconds, and the others as dead letters."""
     time = frame[on]
-    physical = time.to_physical()
+    physical = time.cast(pl.Int64)
     low, high = _limits(time.dtype)
     least, greatest = physical.min(), physical.max()
     dead: tuple[Dead, ...] = ()
@@ -105,7 +105,7 @@ def timed_rows(operator: str, frame: pl.DataFrame, on: str) -> tuple[pl.DataFram
         dead = _dead_letters(operator, frame, on, good)
         frame = frame.filter(good)
         time = frame[on]
-    return frame, time.cast(pl.Datetime("us")).to_physical().to_numpy(), dead
+    return frame, time.cast(pl.Datetime("us")).cast(pl.Int64).to_numpy(), dead
 
 
 def _limits(dtype: pl.DataType) -> tuple[int, int]:

@@ -35,6 +35,7 @@ import numpy as np
 import polars as pl
 
 from penstock.errors import FlowError
+from penstock.frames import pick, rows_where, with_column
 from penstock.operators.base import (
     DUE,
     FOREVER,
@@ -279,7 +280,7 @@ class LifetimeJoin(KeyedOperator):
             early = time >= row_watermarks(frame, time, self.lateness_us)
             late = len(time) - int(early.sum())
             if late:
-                out = out.filter(pl.Series(early))
+                out = rows_where(out, early)
         return Prepared(out, int(time.max()) if len(time) else None, late, dead)
 
     def _endless(self, frame: pl.DataFrame, shape: Shape) -> tuple[Dead, ...]:
@@ -344,9 +345,9 @@ class LifetimeJoin(KeyedOperator):
                 keep = frame[_START].to_numpy() + self.given[a.port].before_us >= mark
                 if not keep.all():
                     late += int((~keep).sum())
-                    frame = frame.filter(pl.Series(keep))
+                    frame = rows_where(frame, keep)
             if self.follows:
-                frame = frame.with_columns(pl.lit(_origin(a.origin), pl.Int64).alias(_FROM))
+                frame = with_column(frame, pl.Series(_FROM, np.full(frame.height, _origin(a.origin), dtype=np.int64)))
             if frame.height:
                 kept[a.port].append(replace(a, frame=frame))
         return tuple(in_order(k) if k else pl.DataFrame() for k in kept), late
@@ -508,8 +509,8 @@ class LifetimeJoin(KeyedOperator):
             at = index
         if found.width:
             frame = frame.with_columns(found[at].get_columns())
-        tags = pl.Series(DUE, due, dtype=pl.Int64), pl.Series(ORDER, lives.hash[left], dtype=pl.UInt64)
-        return frame.select(*self.output.names()).with_columns(*tags)
+        tags = [pl.Series(DUE, due, dtype=pl.Int64), pl.Series(ORDER, lives.hash[left], dtype=pl.UInt64)]
+        return pick(frame, self.output).hstack(tags)
 
     def _forget(self, table: KeyedTable, lives: _Lives, gone: np.ndarray) -> None:
         stored = lives.place >= 0
@@ -525,7 +526,7 @@ class LifetimeJoin(KeyedOperator):
             return
         lives = lives.take(np.argsort(-1 - lives.place, kind="stable"))
         numbers = [pl.Series(_EPOCH, lives.epoch), pl.Series(_NUMBER, lives.number)]
-        keys = _Held(table, frames, self).keys(lives.place).with_columns(numbers)
+        keys = _Held(table, frames, self).keys(lives.place).hstack(numbers)
         rows, _ = table.upsert(mix_low(lives.hash, lives.epoch, lives.number), keys)
         own = {
             _PORT: lives.port,
@@ -576,11 +577,11 @@ class _Held:
 
     def keys(self, places: np.ndarray) -> pl.DataFrame:
         names = list(self.join.key)
-        came = [f.select(names) for f in self.frames if f.height]
+        came = [pick(f, names) for f in self.frames if f.height]
         stored = places >= 0
         parts = []
         if stored.any():
-            parts.append(self.table.keys(places[stored]).select(names))
+            parts.append(pick(self.table.keys(places[stored]), names))
         if not stored.all():
             new = pl.concat(came, rechunk=True) if len(came) > 1 else came[0]
             parts.append(new[-1 - places[~stored]])
@@ -596,7 +597,7 @@ class _Held:
         if stored.any() or not len(places):
             parts.append(pl.DataFrame(store.read(self.table, places[stored])))
         if not stored.all():
-            parts.append(self.frames[port].select(names)[_number_in(self.frames, port, places[~stored])])
+            parts.append(pick(self.frames[port], names)[_number_in(self.frames, port, places[~stored])])
         return _in_places(parts, stored)
 
 

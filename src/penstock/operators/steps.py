@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from penstock.errors import UserCodeError
+from penstock.frames import pick, take
 from penstock.operators.base import PUNCTUATION, Step, StepContext, tags, visible
 
 RAW_CHARS_MAX = 500
@@ -109,7 +111,7 @@ class RowStep(Step):
         out: list[tuple[Any, ...]] = []
         made_by: list[int] = []
         names = self.schema.names()
-        for i, row in enumerate(frame.select(visible(frame.columns)).iter_rows(named=True)):
+        for i, row in enumerate(pick(frame, visible(frame.columns)).iter_rows(named=True)):
             try:
                 result = self.function(row)
                 if result is None:
@@ -129,7 +131,7 @@ class RowStep(Step):
         except (pl.exceptions.PolarsError, TypeError, OverflowError) as error:
             raise user_code_error(self.id, context.epoch, out[0] if out else None, error) from error
         if hidden:
-            result_frame = result_frame.with_columns(frame.select(hidden)[made_by].get_columns())
+            result_frame = result_frame.hstack(take(pick(frame, hidden), np.array(made_by, dtype=np.int64)))
         return result_frame
 
     def describe(self) -> str:

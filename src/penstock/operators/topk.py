@@ -20,6 +20,7 @@ import numpy as np
 import polars as pl
 
 from penstock.errors import FlowError
+from penstock.frames import pick
 from penstock.operators.base import (
     HASH,
     ORDER,
@@ -120,7 +121,7 @@ class TopK(KeyedOperator):
         return frame.filter(good.fill_null(False) | (pl.col("__known") < self.k)).drop("__limit", "__known")
 
     def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
-        out = frame.select(visible(frame.columns))
+        out = pick(frame, visible(frame.columns))
         if self.row_identity is None and out.height:
             out = self._best(out)
         return Prepared(out if self.group else out.with_columns(pl.lit(0, pl.Int64).alias(_ALL)))
@@ -131,7 +132,7 @@ class TopK(KeyedOperator):
             return Applied(pl.DataFrame(schema=self.output))
         frame = pl.concat(frames)
         if self.whole_groups:
-            best = self._best(frame.select(self.schema.names()))
+            best = self._best(pick(frame, self.schema))
         elif self.row_identity is None:
             assert table is not None
             best = self._best_so_far(table, frame)
@@ -163,13 +164,13 @@ class TopK(KeyedOperator):
     def _latest(self, table: KeyedTable, frame: pl.DataFrame) -> pl.DataFrame:
         assert self.row_identity is not None
         frame = frame.unique(list(self.row_identity), keep="last", maintain_order=True)
-        keys = frame.select(self.row_identity)
+        keys = pick(frame, self.row_identity)
         hashes = mix_low(frame[HASH].to_numpy(), hash_columns(keys, self.row_identity))
         rows, _ = table.upsert(hashes, keys)
         self.others.write(table, rows, frame)
         live = table.live_rows()
         everything = table.keys(live).with_columns(self.others.read(table, live))
-        everything = everything.select(self.schema.names())
+        everything = pick(everything, self.schema)
         if self.group:
             everything = everything.join(frame.select(self.group).unique(), on=self.group, how="semi", nulls_equal=True)
         return self._best(everything)

@@ -31,6 +31,7 @@ import numpy as np
 import polars as pl
 
 from penstock.errors import FlowError
+from penstock.frames import pick, rows_where, with_column
 from penstock.operators.aggregates import Accumulators, Aggregate
 from penstock.operators.base import (
     FOREVER,
@@ -231,7 +232,7 @@ class _Windows(KeyedOperator):
             keep = w.last_end(ts) > watermark
             if not keep.all():
                 late = int(np.count_nonzero(~keep))
-                frame, ts, lo = frame.filter(keep), ts[keep], lo[keep]
+                frame, ts, lo = rows_where(frame, keep), ts[keep], lo[keep]
         return Prepared(self._partial(frame, ts // w.pane_us, lo), time_max, late, dead)
 
     def _partial(self, frame: pl.DataFrame, pane: np.ndarray, lo: np.ndarray) -> pl.DataFrame:
@@ -239,13 +240,14 @@ class _Windows(KeyedOperator):
         by = [*self.key, _PANE, _LO]
         pairs = _few_pairs(pane, lo) if self.accumulators.associative else None
         if pairs is None:
-            frame = frame.with_columns(pl.Series(_PANE, pane), pl.Series(_LO, lo))
+            frame = with_column(with_column(frame, pl.Series(_PANE, pane)), pl.Series(_LO, lo))
             return self.accumulators.partial(frame, by, count=_ROWS)
         parts = []
         for one_pane, one_lo, rows in pairs:
-            part = self.accumulators.partial(frame if rows is None else frame.filter(rows), list(self.key), count=_ROWS)
-            pair = pl.lit(one_pane, pl.Int64).alias(_PANE), pl.lit(one_lo, pl.Int64).alias(_LO)
-            parts.append(part.with_columns(*pair))
+            chosen = frame if rows is None else rows_where(frame, rows)
+            part = self.accumulators.partial(chosen, list(self.key), count=_ROWS)
+            pair = (pl.Series(name, np.full(part.height, value)) for name, value in ((_PANE, one_pane), (_LO, one_lo)))
+            parts.append(part.hstack(list(pair)))
         return pl.concat(parts) if len(parts) > 1 else parts[0]
 
     # -- in the container ------------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ class _Windows(KeyedOperator):
             return frame, 0
         keep = self._last_end(frame[_PANE].to_numpy()) > watermark
         late = int(frame[_ROWS].filter(pl.Series(~keep)).sum())
-        frame = frame.with_columns(pl.Series(_LO, np.maximum(lo, next_end))).filter(pl.Series(keep))
+        frame = rows_where(with_column(frame, pl.Series(_LO, np.maximum(lo, next_end))), keep)
         if self.accumulators.associative:  # two values of lo may have become one
             frame = self.accumulators.regroup(frame, [HASH, *self.key, _PANE, _LO], [_ROWS])
         return frame, late
@@ -348,7 +350,7 @@ class WindowAggregate(_Windows):
         return self._nothing(late) if out is None else Applied(out, late)
 
     def _merge(self, table: KeyedTable, frame: pl.DataFrame) -> None:
-        keys = frame.select(self.table_key.names())
+        keys = pick(frame, self.table_key)
         pane, lo, key_hash = frame[_PANE].to_numpy(), frame[_LO].to_numpy(), frame[HASH].to_numpy()
         hashes = mix_low(key_hash, pane, lo)
         rows = self.accumulators.merge_into(table, hashes, keys, frame)
@@ -385,7 +387,7 @@ class WindowAggregate(_Windows):
     ) -> pl.DataFrame:
         """``rows[index]`` belong to the windows that end at ``ends``, where ``counted``; else the key is only known."""
         rows = rows[index]  # a row may be in several windows
-        keys = table.keys(rows).select(self.key)
+        keys = pick(table.keys(rows), self.key)
         hashes = table.column("__k")[rows]
         representative = group_rows(hashes, ends)
         if not keys.equals(keys[representative], null_equal=True):

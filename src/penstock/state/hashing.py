@@ -21,6 +21,7 @@ Several columns: ``h = mix(h * K3 + next)``, which depends on their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -79,6 +80,7 @@ def slice_of(hashes: U64, slices: int) -> NDArray[np.int32]:
     return share.astype(np.int32)
 
 
+@lru_cache
 def hashable(dtype: pl.DataType) -> bool:
     """True when a column of this type may be part of a key."""
     return (
@@ -130,10 +132,11 @@ def _without_nulls(series: pl.Series) -> pl.Series:
 
 
 def _hash_integers(series: pl.Series) -> U64:
-    physical = _without_nulls(
-        series.to_physical().cast(pl.UInt8) if series.dtype == pl.Boolean else series.to_physical()
-    )
-    values = physical.to_numpy()
+    if series.dtype == pl.Boolean:
+        series = series.cast(pl.UInt8)
+    elif not series.dtype.is_integer():
+        series = series.to_physical()
+    values = _without_nulls(series).to_numpy()
     # To 64 bits first (sign-extended), to unsigned afterwards: -1 is the same key in every width.
     words = values if values.dtype == np.uint64 else values.astype(np.int64, copy=False).view(np.uint64)
     hashes: U64 = words ^ SEED_INT

@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from penstock.frames import alike, frame_of, take
 from penstock.state.memory import Column
 
 Rows = NDArray[np.int64]
@@ -150,15 +151,10 @@ def _should_join(older: int, newer: int) -> bool:
     return older <= _FACTOR * newer or older <= _SMALL
 
 
-def take(frame: pl.DataFrame, rows: NDArray[Any]) -> pl.DataFrame:
-    index = pl.Series(rows.astype(np.uint32))
-    return pl.DataFrame([column[index] for column in frame.get_columns()])
-
-
 def same_keys(a: pl.DataFrame, b: pl.DataFrame) -> NDArray[np.bool_]:
     """Row by row; null equals null and NaN equals NaN."""
     pairs = zip(a.get_columns(), b.get_columns(), strict=True)
-    masks = [left.eq_missing(right).to_numpy() for left, right in pairs]
+    masks = [alike(left, right) for left, right in pairs]
     same: NDArray[np.bool_] = masks[0] if len(masks) == 1 else np.logical_and.reduce(masks)
     return same
 
@@ -167,13 +163,12 @@ def detached(frame: pl.DataFrame) -> pl.DataFrame:
     """One contiguous copy that shares no buffer. Polars strings are views: without this, ten keys taken from a batch
     would keep the whole batch's text in memory."""
     frame = frame.rechunk()
-    return frame.with_columns(
+    return frame_of(
         [
-            pl.Series(name, frame.get_column(name).to_arrow(), dtype=dtype)
-            for name, dtype in frame.schema.items()
-            if dtype in (pl.String, pl.Binary)
+            pl.Series(c.name, c.to_arrow(), dtype=c.dtype) if c.dtype in (pl.String, pl.Binary) else c
+            for c in frame.get_columns()
         ]
     )
 
 
-__all__ = ["Keys", "detached", "same_keys", "take"]
+__all__ = ["Keys", "detached", "same_keys"]

@@ -33,9 +33,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from penstock.frames import frame_of, pick, rows_where, take
 from penstock.state.hashing import hashable, slice_of
 from penstock.state.index import PARTS, Index, part_of
-from penstock.state.keys import Keys, same_keys, take
+from penstock.state.keys import Keys, same_keys
 from penstock.state.memory import Blocks, Column, power_of_two, spans
 
 Rows = NDArray[np.int64]
@@ -353,10 +354,10 @@ class KeyedTable:
         frame = self._last_of_each_key(frame)
         gone = frame.get_column(DELETED).to_numpy()
         if gone.any():
-            rows = self._index_rows(frame.filter(pl.col(DELETED)))
+            rows = self._index_rows(rows_where(frame, gone))
             self._bury(rows[self._live.array[rows]])
             self._forget_history(rows)
-            frame = frame.filter(~pl.col(DELETED))
+            frame = rows_where(frame, ~gone)
         hashes = frame.get_column(HASH).to_numpy()
         rows = self._find_or_append(hashes, self._conform(frame))
         self._count_live(hashes[~self._live.array[rows]], 1)
@@ -382,9 +383,11 @@ class KeyedTable:
             values = self._values[name].array[every[~alive]]
             fresh = np.full(values.size, kind.fill, dtype=kind.dtype)
             assert np.array_equal(values, fresh, equal_nan=kind.dtype.kind == "f"), f"a dead row has values in {name}"
+        held = set(every.tolist())
         for log in [*self._sealed, self._active]:
             log.settle()
-            assert np.unique(log.rows).size == log.rows.size and np.isin(log.rows, every).all()
+            logged = log.rows.tolist()
+            assert len(set(logged)) == len(logged) and held.issuperset(logged)
         marked = every[self._mark.array[every] >= self._active_start]
         assert set(marked.tolist()) == set(self._active.rows.tolist())
 
@@ -392,8 +395,8 @@ class KeyedTable:
 
     def _conform(self, keys: pl.DataFrame) -> pl.DataFrame:
         names = self.spec.key.names()
-        if keys.columns != names:  # column by column: a select would go through the query engine
-            keys = pl.DataFrame([keys.get_column(name) for name in names])
+        if keys.columns != names:
+            keys = pick(keys, names)
         return keys if keys.schema == self.spec.key else keys.cast(self.spec.key)
 
     def distinct(self, rows: Rows) -> Rows:
@@ -494,12 +497,10 @@ class KeyedTable:
     def _rows_of(self, parts: NDArray[np.intp]) -> Rows:
         """All rows of some parts, dead ones too."""
         starts, lengths = [], []
-        for p in parts.tolist():
-            blocks = self._blocks_of.get(p)
-            if blocks:
-                starts += [start for start, _ in blocks]
-                lengths += [size for _, size in blocks]
-                lengths[-1] -= int(self._room[p])
+        for p in filter(self._blocks_of.__contains__, parts.tolist()):
+            starts += [start for start, _ in self._blocks_of[p]]
+            lengths += [size for _, size in self._blocks_of[p]]
+            lengths[-1] -= int(self._room[p])
         return spans(np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64))
 
     def _drop_parts(self, parts: NDArray[np.intp], rows: Rows) -> None:
@@ -767,7 +768,7 @@ def _build_frame(
     for name, kind in spec.values.items():
         columns.append(pl.Series(name, values[name], dtype=pl.Binary() if kind.codec else None))
     columns.append(pl.Series(DELETED, deleted, dtype=pl.Boolean))
-    return pl.DataFrame(columns)
+    return frame_of(columns)
 
 
 __all__ = [

@@ -8,7 +8,6 @@ story, line by line, which ``digest`` sums up.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import xxhash
 
 from penstock.config import Config
@@ -262,7 +262,7 @@ class World:
     def _record(self, epoch: int) -> dict[str, Any] | None:
         """What the log on disk says of an epoch."""
         data = self.disk.items.get(LOG_NAME.format(epoch))
-        return None if data is None else dict(json.loads(data.partition(b"\n")[2]))
+        return None if data is None else dict(msgspec.json.decode(data.partition(b"\n")[2]))
 
     # -- the story -----------------------------------------------------------------------------------------------------
 

@@ -390,7 +390,7 @@ PLANTED: list[tuple[Plant, set[str], int]] = [
     (forgets_too_early, {"no-lost-update"}, 38),
     (hole_in_the_log, {"sound", "no-lost-update"}, 10),
     (undo_kept_by_a_rescale, {"bounded-growth"}, 38),
-    (lost_handover, {"progress"}, 70),
+    (lost_handover, {"progress"}, 460),
     (empty_handover, {"exactly-once", "no-lost-update"}, 25),
     (unrecorded_handover, {"exactly-once", "no-lost-update", "sound"}, 50),
     (handed_over_too_early, {"exactly-once", "no-lost-update"}, 50),

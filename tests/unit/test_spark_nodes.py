@@ -160,6 +160,13 @@ def test_executors_to_wait_for(master: str, cores_max: str | None, count: int) -
     assert module._first_executors(master, cores_max) == count
 
 
+def admitted(engine: SparkEngine) -> None:
+    """Let executors in, if it is time; and wait until that is done."""
+    future = engine._admit()
+    if future is not None:
+        future.result(10)
+
+
 def test_replacements_wait_for_the_next_output() -> None:
     door = Admission(100.0)
     assert door.due(100.0, True) and not door.due(100.1, True), "once every few seconds"
@@ -191,20 +198,35 @@ def test_a_lost_executor_is_replaced_after_the_next_output() -> None:
     jvm = FakeJvm(3, room=3)
     engine, posted = engine_on(jvm)
     engine.admission = Admission(0.0)
-    engine._admit()
+    admitted(engine)
     assert jvm.wanted == [ALL, 0], "for a moment as many as there is room for"
     jvm.alive.remove("1")
     assert engine._look() and names(posted[-1]) == ["0", "2"]
-    engine._admit()
+    admitted(engine)
     assert jvm.wanted == [ALL, 0]
     engine.release(5)
-    engine._admit()
+    admitted(engine)
     assert jvm.wanted == [ALL, 0, ALL, 0] and len(jvm.alive) == 3
     assert engine._look() and engine.request_nodes(1) and jvm.wanted[-2:] == [4, 0]
     engine.release(6)
     engine.admission = Admission(0.0)
-    engine._admit()
+    admitted(engine)
     assert jvm.wanted[-2:] == [4, 0], "those that were asked for are welcome later, too"
+
+
+def test_a_master_that_does_not_answer_ends_nothing() -> None:
+    jvm = FakeJvm(2, room=3)
+    engine, _ = engine_on(jvm)
+    engine.admission = Admission(0.0)
+    jvm.refuses = "no master"
+    admitted(engine)
+    engine.admission = Admission(0.0)
+    admitted(engine)
+    assert engine.notices == ["the cluster manager does not answer: no master"], "said once"
+    jvm.refuses = None
+    engine.admission = Admission(0.0)
+    admitted(engine)
+    assert len(jvm.alive) == 3
 
 
 def test_who_is_gone_is_told_without_listing_those_who_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,10 +298,22 @@ class SparkEngine:
             self.jvm.want_executors(0)
         return taken
 
-    def _admit(self) -> None:
-        if self.admission is not None and self.admission.due(time.monotonic(), bool(self.executors)):
-            with self.asking:
-                self._let_in(ALL if self.wanted is None else self.wanted)
+    def _admit(self) -> Future[None] | None:
+        """Let executors in if it is time. Not on the watcher's thread: a master that is away may answer in minutes."""
+        if self.admission is None or not self.admission.due(time.monotonic(), bool(self.executors)):
+            return None
+        return self.pool.submit(self._admit_now)
+
+    def _admit_now(self) -> None:
+        if not self.asking.acquire(blocking=False):
+            return  # somebody is asking just now; there is a next time
+        try:
+            self._let_in(ALL if self.wanted is None else self.wanted)
+        except Exception as error:
+            if (said := f"the cluster manager does not answer: {private.short_reason(error)}") not in self.notices:
+                self.notices.append(said)
+        finally:
+            self.asking.release()
 
     def _by_load(self) -> bool:
         conf = self.session.sparkContext.getConf()

@@ -7,6 +7,7 @@ STAMP := $(VENV)/.penstock-setup
 NAME ?= words
 ARGS ?=
 SEEDS ?= 1000
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup java demo test bench lint sim clean
@@ -46,8 +47,8 @@ lint: setup ## ruff, mypy and the import contracts
 	@$(BIN)/mypy --strict examples/*.py
 	@$(BIN)/lint-imports --no-cache
 
-sim: setup ## the simulator: make sim SEEDS=10000 ARGS="--from 5000"
-	@$(BIN)/penstock simulate --seeds $(SEEDS) $(ARGS)
+sim: setup ## the simulator, on all cores: make sim SEEDS=10000 ARGS="--from 5000"
+	@$(BIN)/penstock simulate --seeds $(SEEDS) --jobs $(JOBS) $(ARGS)
 
 clean: ## removes the environment and everything that was built or cached
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache spark-warehouse

@@ -22,9 +22,12 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.control.policies import Policy
 
 DEFAULT_FILE = "penstock.toml"
 ENV_PREFIX = "PENSTOCK_"
@@ -33,6 +36,7 @@ ENV_RESERVED = frozenset({"PENSTOCK_DATA"})
 
 SLICES_MAX = 65_536
 INSTANCES_MAX = 4_096
+NODES_MAX = 4_096
 ROWS_MAX = 1_000_000_000
 
 _MASTER = re.compile(
@@ -105,6 +109,16 @@ def _one_of(*choices: str) -> Rule:
         return None if _is_none(text) else text
 
     return Rule("one of " + ", ".join(f'"{choice}"' for choice in choices) + ", or none", check, parse)
+
+
+def _policy(*names: str) -> Rule:
+    by_name = _one_of(*names)
+
+    def check(value: Any) -> Any:
+        own = isinstance(getattr(value, "name", None), str) and callable(getattr(value, "decide", None))
+        return value if own and not isinstance(value, type) else by_name.check(value)
+
+    return Rule(f"{by_name.allowed}; in Python also an object with a name and a method decide", check, by_name.parse)
 
 
 def _flag() -> Rule:
@@ -209,10 +223,6 @@ class Config:
     poll_ms: int = _setting(20, _whole(1, 60_000))
     """How often sources are asked when they had nothing new."""
 
-    checkpoints: Literal["delta", "full"] = _setting("delta", _one_of("delta", "full"))
-    """How a checkpoint is taken: what changed, in the background; or ("full") the whole state while everything waits,
-    as others do, to compare with."""
-
     backups: int = _setting(1, _whole(0, 16))
     """Copies of each slice on other nodes, as far as there are nodes. A lost node's slices come up from them."""
 
@@ -227,9 +237,6 @@ class Config:
 
     zones: Mapping[str, str] = _setting({}, _pairs("fault zones of hosts (as text: host-a=rack-1;host-b=rack-2)"))
     """What fails together: host -> zone. A slice and its backups are kept in different zones. Unknown: the host."""
-
-    moves: Literal["live", "stop"] = _setting("live", _one_of("live", "stop"))
-    """How slices move: while the job runs; or ("stop") everything stops for it, as others do, to compare with."""
 
     move_mb_s: float = _setting(0.0, _number(0.0, 1_000_000.0))
     """How fast a container reads the copies that it makes in the background; 0 means as fast as it can."""
@@ -273,10 +280,13 @@ class Config:
     class_archive: bool = _setting(True, _flag())
     """The first driver on a machine leaves an archive of Spark's classes, and later ones start faster with it."""
 
-    policy: Literal["safe-rate", "target-latency", "ring"] | None = _setting(
-        None, _one_of("safe-rate", "target-latency", "ring")
+    policy: Literal["safe-rate", "target-latency", "ring"] | Policy | None = _setting(  # noqa: RUF009
+        None, _policy("safe-rate", "target-latency", "ring")
     )
-    """What scales the job by itself; none leaves its size alone."""
+    """What scales the job by itself, one of ours or your own; none leaves its size alone."""
+
+    policy_dry_run: bool = _setting(False, _flag())
+    """The policy only says what it would do, and why."""
 
     policy_cool_down_s: float = _setting(15.0, _number(0.0, 86_400.0))
     """Least time between two decisions of the policy."""
@@ -286,6 +296,12 @@ class Config:
 
     instances_max: int | None = _setting(None, _whole(1, INSTANCES_MAX, optional=True))
     """Most containers of a stage that the policy may choose; none means all cores."""
+
+    nodes_min: int = _setting(1, _whole(1, NODES_MAX))
+    """Fewest nodes that the policy may leave."""
+
+    nodes_max: int | None = _setting(None, _whole(1, NODES_MAX, optional=True))
+    """Most nodes that the policy may ask for; none means that it asks for none and gives none back."""
 
     spark: Mapping[str, str] = _setting({}, _spark_conf())
     """More properties for Spark; they win over ours."""
@@ -303,12 +319,14 @@ class Config:
                 remedy="Lower epoch_rows_min or raise epoch_rows_max; or fix the size with epoch_rows.",
                 key="epoch_rows_min",
             )
-        if self.instances_max is not None and self.instances_min > self.instances_max:
-            raise ConfigError(
-                f"instances_min is {self.instances_min:,}, more than instances_max, {self.instances_max:,}.",
-                remedy="Lower instances_min or raise instances_max.",
-                key="instances_min",
-            )
+        for what in ("instances", "nodes"):
+            low, high = getattr(self, f"{what}_min"), getattr(self, f"{what}_max")
+            if high is not None and low > high:
+                raise ConfigError(
+                    f"{what}_min is {low:,}, more than {what}_max, {high:,}.",
+                    remedy=f"Lower {what}_min or raise {what}_max.",
+                    key=f"{what}_min",
+                )
 
     @classmethod
     def load(

@@ -51,6 +51,12 @@ def rows_where(frame: pl.DataFrame, mask: NDArray[np.bool_]) -> pl.DataFrame:
     return take(frame, np.flatnonzero(mask)) if frame.height <= FEW_ROWS else frame.filter(pl.Series(mask))
 
 
+def stacked(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """One below the other. A column that only some have, as with files of an older flow, is null in the others."""
+    same = all(frame.columns == frames[0].columns for frame in frames)
+    return pl.concat(frames, how="vertical" if same else "diagonal")
+
+
 def sorted_by(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     """By a column of numbers without nulls; what is equal keeps its order."""
     values = frame.get_column(name).to_numpy()
@@ -66,4 +72,15 @@ def alike(left: pl.Series, right: pl.Series) -> NDArray[np.bool_]:
     return (left.eq_missing(right) if nulls else left == right).to_numpy()
 
 
-__all__ = ["FEW_ROWS", "alike", "frame_of", "pick", "rows_where", "sorted_by", "take", "with_column", "without"]
+__all__ = [
+    "FEW_ROWS",
+    "alike",
+    "frame_of",
+    "pick",
+    "rows_where",
+    "sorted_by",
+    "stacked",
+    "take",
+    "with_column",
+    "without",
+]

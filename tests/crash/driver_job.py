@@ -1,4 +1,5 @@
-"""A job to be killed: a running count, windows, a ranking and a custom operator, into Parquet.
+"""A job to be killed: a running count, windows, a ranking and a custom operator, into Parquet; the count into a sink of
+the user's as well, who writes a file for each epoch, and replaces it if the epoch comes again.
 
     python driver_job.py DIR [--engine local|spark] [--small] [--checkpoint URL]
         [--die STEP:K | --die-within CALLS:MICROSECONDS]
@@ -34,6 +35,7 @@ from penstock.engines.job import start
 ROWS, EPOCH_ROWS = 4_000, 400
 SMALL = ("counts", "gaps")
 SINKS = (*SMALL, "windows", "ranking")
+OWN = "own"
 STEPS = (
     "before-log",
     "after-log",
@@ -64,10 +66,17 @@ def build(out: Path, small: bool) -> ps.Flow:
     def sink(name: str) -> ps.Sink:
         return ps.parquet(out / name, durable=False)  # SIGKILL is no power cut
 
+    own = out.parent / OWN
+    own.mkdir(parents=True, exist_ok=True)
+
+    def overwrite(epoch: int, frame: pl.DataFrame) -> None:
+        frame.sort(pl.all()).write_csv(own / f"{epoch:06d}.csv")
+
     flow = ps.Flow("to-be-killed")
     words = flow.source("words", ps.words(vocabulary=60, rows=ROWS, seed=3, events_per_s=100, disorder=3.0))
     counts = words.key_by("word").aggregate("count", n=ps.count(), last=ps.max("ts"))
     counts.sink("counts", sink("counts"))
+    counts.sink("own", ps.foreach_batch(overwrite))
     timed = words.with_columns("at", at=pl.col("ts").dt.epoch("us"))
     timed.key_by("word").process("gap", Gaps(), schema={"word": str, "gap": int}).sink("gaps", sink("gaps"))
     if small:

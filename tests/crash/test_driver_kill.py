@@ -1,5 +1,5 @@
 """SIGKILL of the driver, anywhere: started again until it is done, it gives the output of an undisturbed run, to the
-byte.
+byte, in Parquet and in a sink of the user's that is idempotent by epoch.
 
 In the default run every step of a commit is hit, with both engines, and 25 random moments with the local one. The same
 25 moments on Spark take some minutes::
@@ -100,13 +100,14 @@ def nurseries() -> Iterator[None]:
 
 
 def output(place: Path) -> Output:
-    """What readers see, and every published file."""
+    """What readers see, and every published file, with those of the user's own sink."""
     frames = {s.name: ps.read_output(s).sort(pl.all()) for s in sorted((place / "out").iterdir())}
     files = {
         str(f.relative_to(place / "out")): f.read_bytes()
         for f in sorted((place / "out").rglob("*.parquet"))
         if "_staging" not in f.parts
     }
+    files |= {f"{driver_job.OWN}/{f.name}": f.read_bytes() for f in sorted((place / driver_job.OWN).iterdir())}
     return frames, files
 
 
@@ -126,6 +127,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Output:
     assert sorted(found[0]) == sorted(driver_job.SINKS)
     assert all(frame.height > 50 for frame in found[0].values()), "enough of everything to go wrong"
     assert found[0]["counts"].group_by("word").agg(pl.col("n").max())["n"].sum() == driver_job.ROWS
+    own = [data.decode() for name, data in found[1].items() if name.startswith(f"{driver_job.OWN}/")]
+    assert sum(len(text.splitlines()) - 1 for text in own) == found[0]["counts"].height, "both sinks have the same"
     return found
 
 

@@ -26,6 +26,8 @@ from penstock.errors import (
     SinkError,
     StorageFull,
 )
+from penstock.state.checkpoint import Manifest
+from penstock.state.codec import decode_header
 from penstock.state.store import FailingStore, MemoryStore, Store
 from penstock.testing import rows
 
@@ -280,6 +282,62 @@ def test_no_whole_checkpoint_left(tmp_path: Path) -> None:
         resume(tmp_path)
     assert error.value.remedy
     assert output_files(tmp_path / "out") == before, "and nothing was touched"
+
+
+class Losing(MemoryStore):
+    """What begins like this is gone once the start has seen that all of it is whole."""
+
+    def __init__(self, disk: MemoryStore, prefix: str) -> None:
+        super().__init__()
+        self.items = dict(disk.items)
+        self.prefix = prefix
+        self.seen: set[str] = set()
+
+    def get(self, name: str) -> bytes:
+        if name.startswith(self.prefix):
+            if name in self.seen:
+                raise FileNotFoundError(errno.ENOENT, "no such item", name)
+            self.seen.add(name)
+        return super().get(name)
+
+
+@pytest.mark.parametrize("prefix", ["state/sums/", "manifests/"])
+def test_a_checkpoint_lost_while_the_job_runs_ends_it_at_once(
+    prefix: str, expected: dict[str, pl.DataFrame], use_store: Callable[[Store], None], tmp_path: Path
+) -> None:
+    """Slices that nobody holds, and no file to bring them up from: to try again would not help."""
+    disk = MemoryStore()
+    use_store(disk)
+    run(build(tmp_path), epochs_max=4)
+    before = output(tmp_path)
+    use_store(Losing(disk, prefix))
+    job = start(build(tmp_path), engine="local", config=ps.Config(**SETTINGS))
+    with pytest.raises(CheckpointError) as error:
+        job.wait(60)
+    assert job.status().recoveries == 0
+    assert type(error.value) is CheckpointError and str(error.value.evidence["path"]).startswith(prefix)
+    for words in ("slices 0, ", "backup", str(error.value.evidence["path"]), "is missing"):
+        assert words in error.value.message
+    stages = ["sums"] if prefix.startswith("state/") else ["sums", "windows", "last"]
+    assert error.value.evidence["stage"] in stages and f"stage '{error.value.evidence['stage']}'" in error.value.message
+    assert "start again" in error.value.remedy.lower()
+    check(tmp_path, before)
+    use_store(disk)
+    run(build(tmp_path))
+    check(tmp_path, expected)
+
+
+def test_every_file_of_a_checkpoint_says_which_input_it_reflects(tmp_path: Path) -> None:
+    """Deltas and what was merged of them: as far as the sources were read at the file's last epoch."""
+    config = {"epoch_rows": 2, "manifests_kept": 100, "checkpoint": str(tmp_path / "ck")}
+    run(build(tmp_path / "out"), **config)
+    manifests = [Manifest.from_bytes(path.read_bytes()) for path in (tmp_path / "ck" / "manifests").iterdir()]
+    read = {m.epoch: {source: known["offset"] for source, known in m.sources.items()} for m in manifests}
+    files = {file.name: file for manifest in manifests for file in manifest.all_files()}
+    assert {file.kind for file in files.values()} == {"base", "delta"}
+    for name, file in files.items():
+        header = decode_header((tmp_path / "ck" / name).read_bytes(), name)
+        assert header["progress"] == read[file.epoch_to] != {}, name
 
 
 def output_files(out: Path) -> dict[str, bytes]:

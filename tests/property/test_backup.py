@@ -163,7 +163,7 @@ class World:
             return
         epoch, manifest = self.seeding
         for number in self.backups.to_seed(epoch):
-            self.backups.seed(number, epoch, self.durable(manifest, number))
+            self.backups.seed(number, epoch, self.durable(manifest, number), {})
         self.seeding = self.backups.pinned = None
         self.backups.advance()
 
@@ -211,7 +211,7 @@ def live(seed: int, memory_max: int, failing: float, eager: bool, epochs: int = 
     rng = random.Random(seed)
     world = World(rng, memory_max, failing, eager)
     for number in HELD:
-        world.backups.seed(number, 0, [])
+        world.backups.seed(number, 0, [], {})
     files: list[DeltaFile] = []
     for epoch in range(1, epochs):
         world.work()

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.control.placement import Peer, homes, lost_with, policy, ring_order, spread, survivable, takeover
+from penstock.control.placement import (
+    Peer,
+    homes,
+    lost_with,
+    policy,
+    ring_order,
+    schedule,
+    spread,
+    survivable,
+    takeover,
+)
 from penstock.control.ring import Pressure, Ring, Thresholds, arrange, crowding, relieve
 from tests.property.cuts import examples
 
@@ -262,6 +272,15 @@ def test_even_counts_take_the_fewest_moves(owners: list[int], containers: set[in
 LOADS = st.one_of(st.integers(0, 20).map(float), st.floats(0, 1e6, allow_nan=False))
 
 
+def fair(load: Sequence[float], n: int) -> float:
+    """Slices that are more than a fair share by themselves have a container each; the mean is that of the rest."""
+    big = [x for x in sorted(load, reverse=True) if x > 0]
+    alone = 0
+    while alone < n - 1 and alone < len(big) and big[alone] > 1.1 * sum(big[alone:]) / (n - alone):
+        alone += 1
+    return sum(big[alone:]) / (n - alone)
+
+
 def test_two_slices_and_three_containers_are_not_left_together() -> None:
     """Each is beyond the fair share of what remains: still they are better apart."""
     assert len(set(spread([0, 0], [Peer(c, f"n{c}") for c in range(3)], [1.0, 1.0]))) == 2
@@ -281,12 +300,7 @@ def test_even_loads_as_far_as_single_slices_allow(data: st.DataObject) -> None:
         return
     sums = {c: sum(x for x, a in zip(load, after, strict=True) if a == c) for c in range(n)}
     slack = 1e-6 * sum(load)
-    # Slices that are more than a fair share by themselves have a container each; the mean is that of the rest.
-    big = [x for x in sorted(load, reverse=True) if x > 0]
-    alone = 0
-    while alone < n - 1 and alone < len(big) and big[alone] > 1.1 * sum(big[alone:]) / (n - alone):
-        alone += 1
-    mean = sum(big[alone:]) / (n - alone)
+    mean = fair(load, n)
     heavy, light = max(sums.values()), min(sums.values())
     for s, c in enumerate(after):
         # Out of bounds, yet no single slice of the heaviest, or for the lightest, is small enough to help.
@@ -299,6 +313,32 @@ def test_even_loads_as_far_as_single_slices_allow(data: st.DataObject) -> None:
         assert heavy <= max(before.values()) + slack
         if all(0.9 * mean <= x <= 1.1 * mean for x in before.values()):
             assert after == tuple(owners)
+
+
+@pytest.mark.parametrize("name", ["round_robin", "load"])
+@examples(100)
+@given(st.data())
+def test_to_prefer_holders_costs_neither_balance_nor_moves(name: str, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 5))
+    owners = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=24))
+    load = data.draw(st.none() | st.lists(LOADS, min_size=len(owners), max_size=len(owners)))
+    holding = {s: data.draw(st.lists(st.integers(0, 6), max_size=3, unique=True)) for s in range(len(owners))}
+    peers = [Peer(c, f"n{c}") for c in range(n)]
+    by_load = name == "load" and load is not None and any(load)
+    weights = load if load is not None and by_load else [1.0] * len(owners)
+
+    def cost(choice: Sequence[int]) -> tuple[float, float, int, int]:
+        sums = [sum(x for x, c in zip(weights, choice, strict=True) if c == k) for k in range(n)]
+        moved = [(s, c) for s, c in enumerate(choice) if c != owners[s]]
+        return max(sums), -min(sums), len(moved), sum(c not in holding[s] for s, c in moved)
+
+    before = cost(schedule(name).assign(owners, peers, load))
+    after = cost(schedule(name).assign(owners, peers, load, holding))
+    # Sums within a tenth of their mean are as even as they need be.
+    enough = (1.1 * fair(weights, n), -0.9 * fair(weights, n)) if by_load else before[:2]
+    slack = 1e-9 * sum(weights)
+    assert all(a <= max(b, e) + slack for a, b, e in zip(after[:2], before[:2], enough, strict=True))
+    assert after[2] <= before[2] and after[3] <= before[3]
 
 
 @examples(60)

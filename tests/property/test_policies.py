@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +36,8 @@ class World:
     per_instance: float = 1000.0
     noise: float = 0.0
     now: float = 0.0
+    told: bool = True
+    """Does it know what is offered? A running job does not."""
 
     @property
     def size(self) -> int:
@@ -49,7 +51,7 @@ class World:
         worst = max(busy.values())
         return Observation(
             now=self.now,
-            rows_in_s=load,
+            rows_in_s=load if self.told else done,
             rows_s=done,
             latency_ms_p50=50.0 / (1.02 - worst),
             latency_ms_p99=100.0 / (1.02 - worst),
@@ -130,10 +132,11 @@ def test_a_load_that_swings_does_not_swing_the_job(
 
 
 @settings(max_examples=40)
-@given(policies, st.floats(100, 2500), st.integers(1, 4))
-def test_four_times_the_load_and_back(policy: Policy, load: float, start: int) -> None:
+@given(policies, st.floats(100, 2500), st.integers(1, 4), st.booleans())
+def test_four_times_the_load_and_back(policy: Policy, load: float, start: int, told: bool) -> None:
     guarded = Guarded(policy, cool_down_s=5.0, confirm=3, limits=Limits(1, 32))
     model = world(start)
+    model.told = told
 
     def settle(load: float) -> tuple[int, int]:
         """Decisions until the job is at rest, and its size then."""
@@ -161,3 +164,29 @@ def test_four_times_the_load_and_back(policy: Policy, load: float, start: int) -
             assert fair / 1.06 - 1 <= size <= 1.7 * fair + 1, (size, rate)
         if isinstance(policy, TargetLatency):
             assert size == 1 or rate > 0.15 * capacity * size, "and it is not far too large"
+
+
+@settings(max_examples=60)
+@given(
+    policies,
+    st.lists(st.floats(0, 20_000, allow_nan=False), min_size=1, max_size=60),
+    st.integers(0, 20),
+    st.integers(1, 3),
+    st.integers(3, 6),
+)
+def test_nodes_stay_within_their_limits(policy: Policy, series: list[float], late: int, low: int, high: int) -> None:
+    """Those that were asked for count, however late they come."""
+    cores = 2
+    guarded = Guarded(policy, cool_down_s=2.0, confirm=1, limits=Limits(nodes_min=low, nodes_max=high))
+    model, nodes, coming = world(low * cores), low, list[float]()
+    for load in [load for load in series for _ in range(5)]:
+        model.now += EVERY_S
+        nodes += sum(at <= model.now for at in coming)
+        coming = [at for at in coming if at > model.now]
+        seen = replace(model.seen(load), nodes=nodes, coming=len(coming), cores=nodes * cores)
+        decision = guarded.decide(seen)
+        assert not (decision.kind == "scale_out" and coming), "nobody is asked twice"
+        coming += [model.now + late] * (decision.nodes if decision.kind == "scale_out" else 0)
+        nodes -= decision.nodes if decision.kind == "scale_in" else 0
+        model.obey(decision)
+        assert low <= nodes and nodes + len(coming) <= high

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.control.controller import Controller
 from penstock.control.events import CollectGarbage, EpochPublished, StageDone, StageFailed
 from penstock.engines.runtime import Runtime
+from penstock.engines.sim.outside import SimSink
 from penstock.engines.sim.simulate import simulate
 from penstock.engines.task import Worker
 from penstock.state.backup import Backups
@@ -150,6 +152,43 @@ def garbage_stays(patch: pytest.MonkeyPatch) -> None:
 def undo_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Tables never forget how to undo."""
     patch.setattr(KeyedTable, "release", lambda self, epoch: None)
+
+
+def staged_again(patch: pytest.MonkeyPatch) -> None:
+    """Epochs that sinks have are staged once more when they run again for their state."""
+    real = Worker.run
+
+    def run(self: Worker, spec: Any, blobs: Any) -> Any:
+        return real(self, msgspec.structs.replace(spec, quiet=False), blobs)
+
+    patch.setattr(Worker, "run", run)
+
+
+def dead_parts(patch: pytest.MonkeyPatch) -> None:
+    """Staging is cleared when a job starts, and by no commit."""
+    real = SimSink._clear
+    patch.setattr(SimSink, "_clear", lambda self, up_to=None: real(self) if up_to is None else None)
+
+
+def unwanted_copies(patch: pytest.MonkeyPatch) -> None:
+    """Who is no longer to hold a slice keeps it."""
+    patch.setattr(Backups, "want", lambda self, slices: setattr(self, "_wanted", slices))
+
+
+def pieces_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Pieces of deltas, and files that have served, are never forgotten."""
+    patch.setattr(Backups, "_tidy", lambda self: None)
+
+
+def backups_past_the_limit(patch: pytest.MonkeyPatch) -> None:
+    """Backups stay in memory, whatever the limit."""
+    patch.setattr(Backups, "_shed", lambda self, bytes_max: bytes_max)
+
+
+def spilled_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """What was spilled stays on the local disk when a newer version takes its place."""
+    real = Backups._release
+    patch.setattr(Backups, "_release", lambda self, numbers, runs, disks: real(self, numbers, runs, []))
 
 
 def stale_results(patch: pytest.MonkeyPatch) -> None:
@@ -381,6 +420,12 @@ PLANTED: list[tuple[Plant, set[str], int]] = [
     (no_garbage, {"bounded-growth"}, 0),
     (garbage_stays, {"bounded-growth"}, 0),
     (undo_for_ever, {"bounded-growth"}, 0),
+    (staged_again, {"bounded-growth"}, 20),
+    (dead_parts, {"bounded-growth"}, 0),
+    (unwanted_copies, {"bounded-growth"}, 10),
+    (pieces_for_ever, {"bounded-growth"}, 10),
+    (backups_past_the_limit, {"bounded-growth"}, 5),
+    (spilled_for_ever, {"bounded-growth"}, 30),
     (stale_results, {"sound", "exactly-once", "single-owner", "no-lost-update"}, 20),
     (too_early, {"no-lost-update", "sound"}, 0),
     (sealed_twice, {"sound"}, 0),

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import random
 
+import polars as pl
 import pytest
 
+from penstock.engines.sim.checkers import Checkers
+from penstock.engines.sim.engine import SimEngine
 from penstock.engines.sim.faults import Disk, DriverDied, Faults, StoreView
+from penstock.engines.sim.outside import Outside, SimSink
 from penstock.engines.sim.schedule import Schedule, SimPool
+from penstock.engines.sim.world import World
 
 
 def run(schedule: Schedule) -> None:
@@ -124,3 +129,36 @@ def test_a_torn_file_is_shorter() -> None:
     disk.items["a"] = b"12345678"
     disk.tear("a", random.Random(2))
     assert len(disk.items["a"]) < 8
+
+
+def test_a_commit_clears_the_staging_of_its_sink_up_to_its_epoch() -> None:
+    outside = Outside(lambda: 0.0, random.Random(1), Faults, Checkers(), lambda kind, text: None)
+    sink, other = (SimSink(id, outside, collects=False) for id in ("out", "out2"))
+    rows = pl.DataFrame({"x": [1]})
+    for attempt in (1, 2):  # the first was given up
+        parts = [sink.write_part(2, attempt, "0", rows)]
+    other.write_part(2, 2, "0", rows)
+    sink.write_part(3, 2, "0", rows)
+    outside.zombie = True
+    sink.write_part(1, 1, "0", rows)  # long committed
+    sink.commit(2, 2, parts)
+    assert sorted(outside.staged) == ["out/3-2/0", "out2/2-2/0"]
+
+
+def test_in_some_worlds_nodes_have_fault_zones_which_fail_as_a_whole() -> None:
+    worlds = [World(seed) for seed in range(40)]
+    zoned = [world for world in worlds if any(world.zones)]
+    assert 4 < len(zoned) < 20
+    assert not any(node.zone for world in worlds if world not in zoned for node in world.cluster.nodes)
+    world = next(w for w in zoned if [n.zone for n in w.cluster.nodes].count(w.cluster.nodes[0].zone) > 1)
+    engine = SimEngine(world.cluster, "job", 1, 1)
+    engine.start(lambda event: None)
+    assert [info.zone for info in engine.nodes()] == [node.zone for node in world.cluster.nodes]
+    crashes = []
+    for _ in range(30):
+        world._crash_node()
+        crashes.append([node.zone for node in world.cluster.nodes if not node.up])
+        for node in world.cluster.nodes:
+            node.up = True
+    assert {len(set(zones)) for zones in crashes} == {1}
+    assert {len(zones) > 1 for zones in crashes} == {True, False}

@@ -16,6 +16,7 @@ SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", "1000"))
 
 
 @pytest.mark.slow
+@pytest.mark.all_cores
 @pytest.mark.timeout(900)
 def test_many_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed is two or three driver starts, a recovery or two and six epochs, each in a mess. More: `make sim`."""

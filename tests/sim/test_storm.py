@@ -28,6 +28,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.mark.slow
+@pytest.mark.all_cores
 @pytest.mark.timeout(3_600)
 def test_many_storms(monkeypatch: pytest.MonkeyPatch) -> None:
     """A storm is 200 orders, three kills and thirty epochs. A thousand of them: `make sim ARGS=--storm`."""

@@ -37,8 +37,16 @@ UP_S = 90.0
 
 def run(script: str, *args: object, timeout_s: float) -> dict[str, Any]:
     """Run a test file as a script, and take what it printed last."""
+    done = finish(script, *args, timeout_s=timeout_s)
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def finish(script: str, *args: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a test file as a script to its end, whatever that is."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, script, *map(str, args)],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -46,9 +54,6 @@ def run(script: str, *args: object, timeout_s: float) -> dict[str, Any]:
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def say(**found: object) -> None:
@@ -162,6 +167,13 @@ def digests(out: Path, sinks: str) -> dict[tuple[str, int], str]:
             rows.sort(pl.all()).write_ipc(buffer)
             found[sink, int(epoch)] = hashlib.sha256(buffer.getvalue()).hexdigest()  # type: ignore[call-overload]
     return found
+
+
+def own_digests(out: Path) -> dict[tuple[str, int], str]:
+    """The same of a user's sink that writes a file for each epoch into ``own``, and replaces it if the epoch comes
+    again.
+    """
+    return {("own", int(f.stem)): hashlib.sha256(f.read_bytes()).hexdigest() for f in (out / "own").iterdir()}
 
 
 def differences(ours: dict[Any, str], theirs: dict[Any, str]) -> list[str]:

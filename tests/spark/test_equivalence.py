@@ -1,6 +1,6 @@
 """Random flows and inputs, rescaled on the way: Spark's output is the local engine's, row for row, epoch by epoch.
 
-A rescale happens at once (``moves="stop"``), or begins in the middle and goes on while epochs run, to its end or not.
+A rescale happens at once (stop and copy), or begins in the middle and goes on while epochs run, to its end or not.
 A seed is a flow, its input, its cut into epochs and its rescales. ``PENSTOCK_SEEDS=50`` tries more of them;
 ``PENSTOCK_SEEDS=17-17`` tries one again.
 """
@@ -21,6 +21,7 @@ import pytest
 import penstock as ps
 from penstock.connectors.sinks import MemorySink
 from penstock.control.controller import Controller
+from penstock.control.epochs import Baseline
 from penstock.engines.job import Job, start
 from penstock.ids import StageId
 from penstock.testing import rows
@@ -176,7 +177,9 @@ def heard(controller: Controller, stage: str, instances: int) -> bool:
     return known == instances
 
 
-def run(flow: ps.Flow, engine: str, rescales: dict[int, dict[str, int]], **settings: Any) -> Job:
+def run(
+    flow: ps.Flow, engine: str, rescales: dict[int, dict[str, int]], *, stop_and_copy: bool, **settings: Any
+) -> Job:
     """``rescales``: after so many published epochs -> stage -> instances."""
     held: list[Job] = []
     ready, patience = threading.Event(), threading.Event()
@@ -192,7 +195,7 @@ def run(flow: ps.Flow, engine: str, rescales: dict[int, dict[str, int]], **setti
                 held[0].rescale(stage, instances)
             controller = held[0]._runtime.controller
             assert controller is not None
-            if settings["moves"] == "stop":
+            if stop_and_copy:
                 while len(controller.rescales) < len(wanted):  # processes are up: it happens after this epoch
                     patience.wait(0.001)
             else:
@@ -200,7 +203,7 @@ def run(flow: ps.Flow, engine: str, rescales: dict[int, dict[str, int]], **setti
                     patience.wait(0.001)  # processes are up: slices begin to move with the next epochs
 
     config = ps.Config(master="local[2]", slices=8, **settings)
-    job = start(flow, engine=engine, config=config, trip=trip)
+    job = start(flow, engine=engine, config=config, trip=trip, baseline=Baseline(stop_and_copy=stop_and_copy))
     held.append(job)
     ready.set()
     assert job.wait(240), "it hangs"
@@ -216,8 +219,8 @@ def test_spark_gives_what_the_local_engine_gives(seed: int, session: Any) -> Non
         stages = [*made.keyed, "in"]
         rescales = {r.randint(1, made.epochs - 1): {r.choice(stages): r.randint(1, 3)}}
         interval = r.choice([0.0, 3600.0])
-        settings = {"instances": r.randint(1, 2), "checkpoint_interval_s": interval, "moves": "stop"}
-        job = run(made.flow, engine, rescales, **settings)
+        settings: dict[str, Any] = {"instances": r.randint(1, 2), "checkpoint_interval_s": interval}
+        job = run(made.flow, engine, rescales, stop_and_copy=True, **settings)
         assert job.status().recoveries == 0
         assert job.status().routing_version > 1
         outcomes.append((outcome(made.sinks), job.status().late, job.status().rows))
@@ -234,8 +237,8 @@ def test_from_one_container_to_eight_and_back(session: Any) -> None:
         source = flow.source("in", rows(some_rows(r, 300), epochs=[60] * 5))
         source.key_by("k", "g").aggregate("count", n=ps.count(), s=ps.sum("x")).sink("out", sink)
         rescales = {1: {"count": 8}, 2: {"count": 3}, 3: {"count": 5, "in": 3}}
-        settings = {"instances": 1, "epochs_in_flight": 1, "checkpoint_interval_s": 3600.0, "moves": "stop"}
-        job = run(flow, engine, rescales, **settings)
+        settings: dict[str, Any] = {"instances": 1, "epochs_in_flight": 1, "checkpoint_interval_s": 3600.0}
+        job = run(flow, engine, rescales, stop_and_copy=True, **settings)
         assert job.status().recoveries == 0
         assert [h["instances"]["count"] for h in job.status().history] == [1, 8, 3, 5, 5, 5]
         outcomes.append(outcome({"out": sink}))
@@ -250,8 +253,8 @@ def test_slices_that_move_while_epochs_run_do_not_show(seed: int, session: Any) 
         made = Made(seed + 500, epochs=(8, 12))
         r = random.Random(seed + 2_000)
         rescales = {1: {s: r.randint(3, 4) for s in made.keyed}, 5: {s: r.randint(1, 2) for s in made.keyed}}
-        settings: dict[str, Any] = {"instances": 2, "checkpoint_interval_s": r.choice([0.0, 3600.0]), "moves": "live"}
-        job = run(made.flow, engine, rescales if engine == "spark" else {}, **settings)
+        settings: dict[str, Any] = {"instances": 2, "checkpoint_interval_s": r.choice([0.0, 3600.0])}
+        job = run(made.flow, engine, rescales if engine == "spark" else {}, stop_and_copy=False, **settings)
         assert job.status().recoveries == 0
         outcomes.append((outcome(made.sinks), job.status().late, job.status().rows))
     controller = job._runtime.controller

@@ -5,7 +5,6 @@ Each fault waits for the moment that it is about; what happened is read from the
 The job is the second half of this file: see ``child.py``.
 """
 
-import hashlib
 import os
 import signal
 import sys
@@ -20,49 +19,66 @@ import pytest
 import penstock as ps
 from penstock.control.controller import Controller
 from penstock.engines.job import start
-from tests.spark.child import Watch, differences, digests, executors, kill, run, say
+from tests.spark.child import Watch, differences, digests, executors, kill, own_digests, run, say
 
 pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_executors_are_lost_in_every_way(tmp_path: Path) -> None:
-    found = run(__file__, tmp_path, "one,two at once,in a checkpoint,in a recovery", timeout_s=580)
+    """Backups have a megabyte of memory and come to more: what is rebuilt was on holders' disks."""
+    found = run(__file__, tmp_path, "one,two at once,in a checkpoint,in a recovery", 1, timeout_s=580)
     assert found["equal"], f"the output differs: {found['differ']}"
     said = found["said"]
     assert said["one"]["backup"] >= 4, "the slices of one node of three, of each stage, had backups"
     assert said["one"]["durable"] == 0, "nothing had to come from the durable store"
     assert all(s["recoveries"] >= 1 for s in said.values())
     assert any("from backups" in notice for notice in found["notices"])
+    newcomers = {fault: s["newcomers"] for fault, s in said.items()}
+    counts = {fault: len(slices) for fault, slices in newcomers.items()}
+    assert counts == {"one": 1, "two at once": 2, "in a checkpoint": 1, "in a recovery": 2}, newcomers
+    assert all(min(slices) > 0 for slices in newcomers.values()), f"each has its share of slices: {newcomers}"
 
 
 def test_a_start_a_process_a_hang_and_everything_at_once(tmp_path: Path) -> None:
-    found = run(__file__, tmp_path, "in a start,a worker,a hang,all", timeout_s=580)
+    found = run(__file__, tmp_path, "in a start,a worker,a hang,all", 256, timeout_s=580)
     assert found["equal"], f"the output differs: {found['differ']}"
-    assert found["said"]["all"]["durable"] > 0, "when all are gone, the durable checkpoint restores"
+    said = found["said"]
+    assert said["all"]["durable"] > 0, "when all are gone, the durable checkpoint restores"
+    assert len(said["all"]["newcomers"]) == NODES and min(said["all"]["newcomers"]) > 0
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------
 
 NODES = 3
 SETTINGS: dict[str, Any] = dict(instances=NODES, slices=16, epoch_rows=300, checkpoint_interval_s=0.5)
+LARGE_KEYS, LARGE_EVERY, LARGE_BYTES = 600, 25, 8_000
+"""Keys with a large state, one row in so many: after fifty epochs they come to 4.8 MB, a third of it on each holder, of
+which an epoch touches a fiftieth. All one letter, so that what travels is small.
+"""
 
 
 class Chain(ps.Operator):
-    """A hash of all events of a key, in their order. While a file is there, one of the keys hangs."""
+    """A hash of all events of a key, in their order; with ballast for some. While a file is there, one key hangs."""
 
     def __init__(self, hangs: str) -> None:
         self.hangs = hangs
 
-    def on_event(self, key: str, event: Any, chain: ps.Value[int], emit: Any) -> None:
+    def on_event(self, key: str, event: Any, chain: ps.Value[int], ballast: ps.Value[str], emit: Any) -> None:
         while key == "w7" and os.path.exists(self.hangs):
             time.sleep(0.02)
+        if key.startswith("large") and ballast.get() is None:
+            ballast.set("x" * LARGE_BYTES)
         chain.set((chain.get(0) * 31 + event.n) % 1_000_003)
         emit(word=key, chain=chain.get())
 
 
+def word(row: int) -> str:
+    return f"w{row * 7919 % 401}" if row % LARGE_EVERY else f"large{row // LARGE_EVERY % LARGE_KEYS}"
+
+
 def make(first: int, n: int, rng: Any) -> pl.DataFrame:
     i = range(first, first + n)
-    return pl.DataFrame({"word": [f"w{v * 7919 % 401}" for v in i], "n": [v % 10 for v in i], "x": [v / 7 for v in i]})
+    return pl.DataFrame({"word": [word(v) for v in i], "n": [v % 10 for v in i], "x": [v / 7 for v in i]})
 
 
 def build(out: Path, hangs: Path) -> ps.Flow:
@@ -83,8 +99,15 @@ def build(out: Path, hangs: Path) -> ps.Flow:
 
 
 def everything(out: Path) -> dict[tuple[str, int], str]:
-    own = {("own", int(f.stem)): hashlib.sha256(f.read_bytes()).hexdigest() for f in (out / "own").iterdir()}
-    return digests(out, "ab") | own
+    return digests(out, "ab") | own_digests(out)
+
+
+def spilled(disk: Path) -> int:
+    """Processes that have backups on their local disk."""
+    return sum(
+        Path(folder).name.startswith("penstock-") and any(name.startswith("s-") for name in names)
+        for folder, _, names in os.walk(disk)
+    )
 
 
 class Faults:
@@ -104,16 +127,17 @@ class Faults:
                 self.rebuilt.append(dict(report.rebuilt))
 
     def whole(self, c: Controller) -> bool:
-        """All nodes are there, nothing moves, and every slice has its backup."""
+        """All nodes are there and have slices, those who came late too; nothing moves; every slice has its backup."""
         if len(c.nodes) < NODES or c.migration.moves:
             return False
-        backups = self.watch.job.status().backups
-        return bool(backups.get("slices_current") == backups.get("slices_total", -1))
+        status = self.watch.job.status()
+        backups = status.backups
+        current = backups.get("slices_current") == backups.get("slices_total", -1)
+        return bool(current and all(node["slices"] for node in status.nodes))
 
-    def strike(self, fault: str) -> dict[str, int]:
-        self.watch.until("everybody has slices and backups", self.whole)
+    def strike(self, fault: str) -> dict[str, Any]:
         c = self.watch.controller
-        past, recoveries, before = c.published, c.recoveries, len(self.rebuilt)
+        past, recoveries, before, nodes = c.published, c.recoveries, len(self.rebuilt), set(c.nodes)
         strikes: dict[str, Callable[[], None]] = {
             "one": lambda: kill(executors()[:1]),
             "two at once": lambda: kill(executors()[:2]),
@@ -129,10 +153,14 @@ class Faults:
             f"output after {fault}",
             lambda c: c.recoveries > recoveries and c.published > past + 2 and c.phase == "running",
         )
+        rebuilt = self.rebuilt[before:]  # what moves later is another matter
+        self.watch.until(f"everybody has slices and backups after {fault}", self.whole)
+        slices = {node["name"]: node["slices"] for node in self.watch.job.status().nodes}
         return {
             "recoveries": c.recoveries - recoveries,
-            "backup": sum(r.get("backup", 0) for r in self.rebuilt[before:]),
-            "durable": sum(r.get("durable", 0) for r in self.rebuilt[before:]),
+            "newcomers": [count for node, count in slices.items() if node not in nodes],
+            "backup": sum(r.get("backup", 0) for r in rebuilt),
+            "durable": sum(r.get("durable", 0) for r in rebuilt),
         }
 
     def _in_a_checkpoint(self) -> None:
@@ -160,12 +188,15 @@ class Faults:
         self.hangs.unlink()
 
 
-def main(place: Path, names: list[str]) -> None:
-    hangs = place / "hangs"
+def main(place: Path, names: list[str], backup_memory_mb: int) -> None:
+    hangs, disk = place / "hangs", place / "disk"
+    disk.mkdir()
+    os.environ["SPARK_LOCAL_DIRS"] = str(disk)
     config = ps.Config(
         master=f"local-cluster[{NODES},1,1024]",
         checkpoint=str(place / "ck"),
         backups=1,
+        backup_memory_mb=backup_memory_mb,
         hang_s=8.0,
         control=False,
         **SETTINGS,
@@ -173,9 +204,11 @@ def main(place: Path, names: list[str]) -> None:
     job = start(build(place / "spark", hangs), engine="spark", config=config)
     watch = Watch(job, 150)
     faults = Faults(watch, hangs)
-    watch.until("a first checkpoint", lambda c: c.committed > 0)
+    loaded = LARGE_KEYS * LARGE_EVERY // SETTINGS["epoch_rows"]
+    watch.until("everything is loaded, and backed up", lambda c: c.committed > loaded and faults.whole(c))
+    if backup_memory_mb == 1:
+        watch.until("every holder has more than fits into its memory", lambda c: spilled(disk) >= NODES)
     said = {name: faults.strike(name) for name in names}
-    watch.until("everybody is back", faults.whole)
     job.stop()
     status = job.status()
     ps.run_local(build(place / "local", hangs), epochs_max=status.epoch, **SETTINGS)
@@ -190,4 +223,4 @@ def main(place: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2].split(","))
+    main(Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3]))

@@ -1,27 +1,34 @@
-"""Real executors in processes of their own, one of them killed in mid-run: the output is the local engine's.
+"""Real executors in processes of their own, one of them killed in mid-run, or all of them and the driver: the output is
+the local engine's.
 
-The job is the second half of this file: see ``child.py``.
+The jobs are the second half of this file: see ``child.py``.
 """
 
+import contextlib
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import psutil
 import pytest
 
 import penstock as ps
 from penstock.engines.job import start
-from tests.spark.child import executors, kill, run, say
+from tests.spark.child import differences, digests, executors, finish, kill, run, say
 
 pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(420)]
 
-ROWS = 3_000
+ROWS, EPOCH_ROWS, SLICES = 3_000, 300, 8
+EPOCHS = ROWS // EPOCH_ROWS
+SETTINGS: dict[str, Any] = dict(slices=SLICES, epoch_rows=EPOCH_ROWS, checkpoint_interval_s=0.0)
 
 
 def test_an_executor_is_killed_in_mid_run(tmp_path: Path) -> None:
     """Until then containers live on both executors, each where it was; after it, the output is still exact."""
-    found = run(__file__, tmp_path, 4, timeout_s=400)
+    found = run(__file__, "one", tmp_path, 4, timeout_s=400)
     assert len(found["nodes"]) == 2
     assert len(found["homes"]) == 4, f"a container moved for no reason: {found['homes']}"
     assert found["remote"] > 0, "rows went from one to the other"
@@ -37,7 +44,19 @@ def test_an_executor_is_killed_in_mid_run(tmp_path: Path) -> None:
     assert {c: found["after"][c][0] for c in stayed} == {c: node for c, (node, _) in stayed.items()}
 
 
-# -- the job -----------------------------------------------------------------------------------------------------------
+def test_everything_is_killed_at_once_and_fewer_machines_go_on(tmp_path: Path) -> None:
+    """Three executors and the driver die together after a checkpoint; two executors take up what three left."""
+    died = finish(__file__, "all", tmp_path, 3, timeout_s=200)
+    assert died.returncode == -signal.SIGKILL, f"it ended before a checkpoint: {died.stderr[-4_000:]}"
+    found = run(__file__, "all", tmp_path, 2, timeout_s=200)
+    assert found["first"] > 1, "it went on from the checkpoint"
+    assert found["durable"] >= 2 * SLICES, "whose slices all came from the durable store: there was nobody to ask"
+    assert len(found["nodes"]) == 2 and found["phase"] == "complete"
+    assert found["equal"], f"the output differs: {found['differ']}"
+    assert found["compared"] == 2 * EPOCHS
+
+
+# -- the jobs ----------------------------------------------------------------------------------------------------------
 
 
 class Chain(ps.Operator):
@@ -68,11 +87,10 @@ def outputs(out: Path) -> dict[str, pl.DataFrame]:
     return {s: ps.read_output(out / s).sort(pl.all()) for s in "ab"}
 
 
-def main(place: Path, kill_at: int) -> None:
+def one(place: Path, kill_at: int) -> None:
     """``kill_at``: how many epochs are published before an executor is killed."""
-    settings: dict[str, Any] = dict(instances=2, slices=8, epoch_rows=300, checkpoint_interval_s=0.0)
-    ps.run_local(build(place / "local"), **settings)
-    config = ps.Config(master="local-cluster[2,1,1024]", checkpoint=str(place / "ck"), **settings)
+    ps.run_local(build(place / "local"), instances=2, **SETTINGS)
+    config = ps.Config(master="local-cluster[2,1,1024]", checkpoint=str(place / "ck"), instances=2, **SETTINGS)
     published, killed = 0, []
 
     def trip(step: str) -> None:
@@ -114,5 +132,40 @@ def main(place: Path, kill_at: int) -> None:
     )
 
 
+def everything(place: Path, nodes: int) -> None:
+    """The first start dies after its first checkpoint, with all that it has started. The second one ends in peace."""
+    again = (place / "ck").exists()
+
+    def trip(step: str) -> None:
+        if step == "after-manifest" and not again:
+            for process in psutil.Process().children(recursive=True):  # Java, the executors, their Python
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    config = ps.Config(master=f"local-cluster[{nodes},1,1024]", checkpoint=str(place / "ck"), backups=1, **SETTINGS)
+    job = start(build(place / "spark"), engine="spark", config=config, trip=trip)
+    observe = job._runtime._observe
+    reports: list[Any] = []
+
+    def watch(event: Any) -> None:
+        reports.extend(r for r in getattr(event, "reports", ()) if r.stage != "in")
+        observe(event)
+
+    job._runtime._observe = watch  # type: ignore[method-assign]
+    assert job.wait(150), "it hangs"
+    ps.run_local(build(place / "local"), **SETTINGS)
+    ours, theirs = digests(place / "spark", "ab"), digests(place / "local", "ab")
+    say(
+        equal=ours == theirs,
+        differ=differences(ours, theirs),
+        compared=len(ours),
+        phase=job.status().phase,
+        nodes=sorted({r.node for r in reports}),
+        first=min(r.epoch for r in reports),
+        durable=sum(r.rebuilt.get("durable", 0) for r in reports),
+    )
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    {"one": one, "all": everything}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,5 +1,6 @@
 """A storm on real executors: orders to rescale, move and call off, drawn from a seed and given while rows flow, with
-executors killed in between. Whatever the job makes of them, its output is the undisturbed run's, byte for byte.
+executors killed in between. Whatever the job makes of them, its output is the undisturbed run's, byte for byte, in
+Parquet and in a sink of the user's that overwrites what it is given twice.
 
 Orders come as people give them: some one after the other without a pause, some while the job recovers, some that
 cannot be (a container that is not there, a slice that is on the move, a node that is dead and nobody knows it yet).
@@ -20,7 +21,7 @@ import pytest
 import penstock as ps
 from penstock.engines.job import Job, start
 from penstock.errors import ConfigError
-from tests.spark.child import Watch, differences, digests, executors, kill, node_of, run, say
+from tests.spark.child import Watch, differences, digests, executors, kill, node_of, own_digests, run, say
 
 pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow]
 
@@ -43,12 +44,18 @@ def make(first: int, n: int, rng: Any) -> pl.DataFrame:
 
 
 def build(out: Path) -> ps.Flow:
+    (out / "own").mkdir(parents=True)
+
+    def own(epoch: int, frame: pl.DataFrame) -> None:  # idempotent: an epoch that comes again replaces itself
+        frame.sort(pl.all()).write_ipc(out / "own" / f"{epoch:06d}.arrow")
+
     flow = ps.Flow("storm")
     words = flow.source("in", ps.generator(make, schema={"word": str, "n": int, "x": float}))
     sums = words.key_by("word").aggregate("sums", rows=ps.count(), x=ps.sum("x"))
     sums.sink("a", ps.parquet(out / "a", durable=False))
     chain = words.key_by("word").process("chain", Chain(), schema={"word": str, "chain": int})
     chain.sink("b", ps.parquet(out / "b", durable=False))
+    chain.sink("own", ps.foreach_batch(own))
     return flow
 
 
@@ -139,7 +146,7 @@ def main(place: Path, seed: int, orders: int, kills: int) -> None:
     job.stop()
     status = job.status()
     ps.run_local(build(place / "local"), epochs_max=status.epoch, **SETTINGS)
-    ours, theirs = digests(place / "spark", "ab"), digests(place / "local", "ab")
+    ours, theirs = (digests(place / one, "ab") | own_digests(place / one) for one in ("spark", "local"))
     say(
         equal=ours == theirs,
         differ=differences(ours, theirs),
@@ -157,7 +164,7 @@ def main(place: Path, seed: int, orders: int, kills: int) -> None:
 
 def check(found: dict[str, Any], orders: int, kills: int) -> None:
     assert found["equal"], f"the output differs: {found['differ']}; {found}"
-    assert found["compared"] == 2 * found["epochs"], "every epoch of both sinks"
+    assert found["compared"] == 3 * found["epochs"], "every epoch of every sink"
     assert sum(found["given"].values()) >= orders and found["kills"] == kills
     assert found["recoveries"] >= kills
     # Orders of which nothing comes would leave the output alone as well.

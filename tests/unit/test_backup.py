@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+import xxhash
 
 from penstock.connectors.spill import LocalSpill, open_spill, remove_dead, spill_roots
 from penstock.state import backup, codec
@@ -48,11 +50,24 @@ def piece(name: str, epoch: int, frame: pl.DataFrame, to: frozenset[int] = ALL, 
     return cut((meta, frame), name, [[0] if s in to else [9] for s in range(SLICES)], 0)[0]
 
 
+def altered(slices_total: int = SLICES, **header: str) -> bytes:
+    """A piece that is whole and right, but for this."""
+    meta, frame = codec.decode(piece("f", 1, rows([1], 1)), "")
+    return codec.encode({**meta, **header}, frame, slices_total=slices_total)
+
+
+def of_version(version: int) -> bytes:
+    """A piece in another format, whole in itself."""
+    body = bytearray(altered()[: -codec._TAIL.size])
+    struct.pack_into("<H", body, len(codec.MAGIC), version)
+    return bytes(body) + codec._TAIL.pack(xxhash.xxh3_64_intdigest(bytes(body)))
+
+
 def holding(slices: frozenset[int] = ALL, memory_max: int = BIG, spill: backup.Spill | None = None) -> Backups:
     made = Backups("j", "s", ["k"], SLICES, memory_max, spill)
     made.want(slices)
     for number in slices:
-        made.seed(number, 0, [])
+        made.seed(number, 0, [], {})
     return made
 
 
@@ -91,8 +106,11 @@ def test_a_file_is_cut_by_holder() -> None:
         b"",
         b"not a piece",
         piece("f", 1, rows([1], 1))[:-1],
-        piece("f", 1, rows([1], 1), stage="t"),
-        piece("f", 1, rows([1], 1)).replace(b'"job":"j"', b'"job":"k"'),
+        altered(job="other"),
+        altered(stage="other"),
+        altered(kind="base"),
+        altered(slices_total=2 * SLICES),
+        of_version(codec.VERSION + 1),
         codec.encode({"job": "j", "stage": "s", "kind": "delta"}, rows([1], 1), slices_total=SLICES),
         codec.encode({}, rows([1], 1)),
     ],
@@ -101,6 +119,9 @@ def test_what_is_not_ours_is_ignored_and_counted(damaged: bytes) -> None:
     made = holding()
     assert not made.offer(damaged)
     assert made.ignored == 1 and made.nbytes == 0
+    for same in (altered(), of_version(codec.VERSION)):
+        assert made.offer(same), "nothing else is wrong with what was ignored"
+    assert made.ignored == 1 and made.nbytes > 0
 
 
 def test_pieces_of_a_checkpoint_that_never_was_are_dropped() -> None:
@@ -151,7 +172,7 @@ def test_what_was_used_is_not_taken_for_unchanged_when_a_slice_is_seeded_again()
     made = holding()
     made.offer(piece("f", 1, rows([*in_slice(0, 1), *in_slice(1, 1)], 4)))
     assert made.commit(Commit(0, 1, {"f": [0, 1], "g": [1]})) == ["g"]
-    made.seed(0, 0, [])
+    made.seed(0, 0, [], {})
     assert sorted(made.advance()) == ["f", "g"]
     assert made.current(1) == {2, 3}
 
@@ -165,7 +186,7 @@ def test_commits_in_a_row_are_caught_up_with_after_a_seed() -> None:
     for epoch in range(4, 4 + 2 * backup.COMMITS_KEPT):
         made.offer(piece(f"f{epoch}", epoch, rows([key], epoch)))
         made.commit(Commit(epoch - 1, epoch, {f"f{epoch}": [0]}))
-    made.seed(0, 3, [rows(in_slice(0, 2), 1)])
+    made.seed(0, 3, [rows(in_slice(0, 2), 1)], {})
     assert made.to_seed(epoch) == frozenset(), "it is on its way"
     assert made.advance() == []
     assert content(made, 0, epoch) == {key: epoch, in_slice(0, 2)[1]: 1}
@@ -191,7 +212,7 @@ def test_a_slice_whose_file_can_no_longer_be_had_is_to_be_seeded_again() -> None
 def test_a_deleted_key_stays_deleted_through_merges() -> None:
     made = holding(frozenset({0}))
     keys = in_slice(0, 20)
-    made.seed(0, 0, [rows(keys, 1)])
+    made.seed(0, 0, [rows(keys, 1)], {})
     for epoch in range(1, 15):
         frame = rows([keys[epoch]], 0, deleted=True) if epoch % 2 else rows([keys[0]], epoch)
         made.offer(piece(f"f{epoch}", epoch, frame))
@@ -222,7 +243,7 @@ def test_the_cost_of_a_delta_does_not_grow_with_the_backup(monkeypatch: pytest.M
         made = Backups("j", "s", ["k"], SLICES, BIG, None)
         made.want(ALL)
         for number in ALL:
-            made.seed(number, 0, [rows(np.flatnonzero(OF_KEY[:size] == number).tolist(), 1)])
+            made.seed(number, 0, [rows(np.flatnonzero(OF_KEY[:size] == number).tolist(), 1)], {})
         rng = np.random.default_rng(0)
         written = came = 0
         for epoch in range(1, size // 5):
@@ -259,8 +280,8 @@ def test_a_part_does_not_keep_the_whole_alive() -> None:
 def test_the_largest_slices_are_spilled_and_come_back() -> None:
     disk = Disk()
     made = holding(memory_max=20_000, spill=disk)
-    made.seed(0, 0, [rows(in_slice(0, 900), 1)])
-    made.seed(1, 0, [rows(in_slice(1, 10), 1)])
+    made.seed(0, 0, [rows(in_slice(0, 900), 1)], {})
+    made.seed(1, 0, [rows(in_slice(1, 10), 1)], {})
     assert [name.split("/")[1][:5] for name in disk.items] == ["00000"]
     assert made.nbytes < 20_000 and made.bytes_spilled == sum(map(len, disk.items.values()))
     key = in_slice(0, 1)[0]
@@ -282,14 +303,33 @@ def test_a_spilled_slice_says_which_input_it_reflects() -> None:
     (data,) = disk.items.values()
     header = codec.decode_header(data, "")
     assert (header["epoch"], header["progress"]) == (2, {"in": {"row": 200}})
-    assert set(made._progress) == {2}, "progress of checkpoints that nothing stands at is forgotten"
+    for epoch in range(3, 3 + 2 * backup.COMMITS_KEPT):
+        made.offer(piece(f"f{epoch}", epoch, rows(in_slice(0, 1), epoch)))
+        made.commit(Commit(epoch - 1, epoch, {f"f{epoch}": [0]}))
+    assert len(made._progress) <= backup.COMMITS_KEPT, "progress of checkpoints that nothing comes to is forgotten"
+
+
+def test_a_seeded_slice_says_which_input_it_reflects_also_when_deltas_passed_it_by() -> None:
+    disk = Disk()
+    made = holding(spill=disk)
+    for number in (0, 1):
+        made.seed(number, 3, [rows(in_slice(number, 9), 1)], {"in": {"row": 300}})
+    made.offer(piece("f4", 4, rows(in_slice(1, 9), 4)))
+    made.commit(Commit(3, 4, {"f4": [1]}))
+    made.commit(Commit(4, 5, {"of slices that are not here": [2]}))
+    assert made.current(5) == {0, 1}
+    made.memory_max = 0
+    made.work()
+    headers = [codec.decode_header(data, "") for data in disk.items.values()]
+    found = {header["slice"]: (header["epoch"], header["progress"]["in"]["row"]) for header in headers}
+    assert found == {0: (5, 300), 1: (5, 400)}, "since then nothing came for them"
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged", "another slice's", "another epoch's"])
 def test_a_spilled_slice_that_is_not_what_it_was_is_not_handed_out(how: str) -> None:
     disk = Disk()
     made = holding(memory_max=0, spill=disk)
-    made.seed(0, 1, [rows(in_slice(0, 9), 1)])
+    made.seed(0, 1, [rows(in_slice(0, 9), 1)], {})
     (name,) = disk.items
     meta, frame = codec.decode(disk.items[name], "")
     if how == "gone":
@@ -312,8 +352,8 @@ def test_a_full_disk_costs_the_backup_and_is_told() -> None:
 
     for spill, words in ((Full(), "no space left on device"), (None, "bytes of memory")):
         made = holding(memory_max=5_000, spill=spill)
-        made.seed(0, 1, [rows(in_slice(0, 900), 1)])
-        made.seed(1, 1, [rows(in_slice(1, 9), 1)])
+        made.seed(0, 1, [rows(in_slice(0, 900), 1)], {})
+        made.seed(1, 1, [rows(in_slice(1, 9), 1)], {})
         assert made.current(1) == {1} and made.take([0], 1) == {}
         assert made.to_seed(1) == {2, 3}, "it would not fit a second time either"
         assert words in (made.problem or "")

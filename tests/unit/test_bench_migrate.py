@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from benchmarks import common, migrate, recovery
+from benchmarks import common, migrate, recovery, tenant, vertical
+from penstock.control.epochs import Baseline
+from penstock.engines import job as jobs
 from penstock.errors import EngineError
 
 EVEN = [(float(n) / 2, n) for n in range(1, 21)]
@@ -178,3 +181,40 @@ def test_a_whole_run_with_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert result["traces"][0]["events"] == ["+0.1 x"]
     quick = migrate.run(quick=True, out=None)
     assert quick["ratios"]["vs_offline_repartition"] == 60.0
+
+
+class Started(Exception):
+    """As far as the job: there is none here."""
+
+
+@pytest.mark.parametrize(
+    ("contender", "stop_and_copy"),
+    [
+        (migrate.CONTENDERS[migrate.PENSTOCK], False),
+        (migrate.CONTENDERS[migrate.STOP], True),
+        (vertical.CONTENDERS[vertical.PENSTOCK], False),
+        (vertical.CONTENDERS[vertical.STOP], True),
+        (tenant.CONTENDERS[tenant.PENSTOCK], False),
+        (tenant.CONTENDERS[tenant.STOP], True),
+        (tenant.CONTENDERS[tenant.CORES], False),
+        (tenant.CONTENDERS[tenant.CORES_STOP], True),
+    ],
+)
+def test_a_contender_goes_its_own_way(
+    contender: common.Contender, stop_and_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Baseline] = []
+
+    def start(*_: Any, baseline: Baseline, **__: Any) -> None:
+        asked.append(baseline)
+        raise Started
+
+    def beside_nobody(args: dict[str, Any], begin: Callable[[], Any]) -> Any:
+        begin()
+        yield
+
+    monkeypatch.setattr(jobs, "start", start)
+    monkeypatch.setattr(tenant, "beside_neighbour", beside_nobody)
+    with pytest.raises(Started):
+        next(iter(contender({"work": str(tmp_path)})))
+    assert asked == [Baseline(stop_and_copy=stop_and_copy)]

@@ -62,6 +62,16 @@ def test_without_all_programs_there_is_no_database(monkeypatch: pytest.MonkeyPat
     assert tenant.postgres_programs()["initdb"] == "/x/initdb"
 
 
+def test_a_database_is_in_memory_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tenant.main_memory(str(tmp_path / "nowhere")) is None
+    assert tenant.main_memory(str(tmp_path)) is None, "a directory on the disk"
+    monkeypatch.setattr(tenant.os.path, "ismount", lambda place: True)
+    monkeypatch.setattr(tenant, "PG_BYTES", 1)
+    assert tenant.main_memory(str(tmp_path)) == str(tmp_path)
+    monkeypatch.setattr(tenant, "PG_BYTES", 1 << 62)
+    assert tenant.main_memory(str(tmp_path)) is None
+
+
 def test_the_picture_shows_shares_of_the_average() -> None:
     counts = [(0.0, 0.0), (1.0, 100.0), (2.0, 100.0), (3.0, 300.0), (4.0, 400.0)]
     assert tenant.per_second(counts, 0.0, 3.5) == [(0.0, 1.0), (1.0, 0.0), (2.0, 2.0)]
@@ -69,7 +79,7 @@ def test_the_picture_shows_shares_of_the_average() -> None:
 
 
 def test_a_whole_run_with_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {tenant.PENSTOCK: 0.95, tenant.UNLIMITED: 0.8, tenant.STOP: 0.5}
+    kept = {tenant.PENSTOCK: 0.95, tenant.UNLIMITED: 0.8, tenant.STOP: 0.5, tenant.CORES: 0.97, tenant.CORES_STOP: 0.6}
 
     def stand_in(module: str, contender: str, args: dict[str, Any], work: Path, **_: Any) -> dict[str, Any]:
         assert module == tenant.MODULE
@@ -86,6 +96,7 @@ def test_a_whole_run_with_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ratios = result["ratios"]
     assert ratios["neighbour_kept"] == 0.95 and ratios["unlimited_neighbour_kept"] == 0.8
     assert ratios["stop_neighbour_kept"] == 0.5
+    assert ratios["cores_neighbour_kept"] == 0.97 and ratios["cores_stop_neighbour_kept"] == 0.6
     assert ratios["neighbour_kept_worst"] == 0.475 and ratios["stop_delay_s"] == 1.0
     assert json.loads(out.read_text()) == json.loads(json.dumps(result, allow_nan=False))
     assert out.with_suffix(".svg").read_text().lstrip().startswith("<?xml")

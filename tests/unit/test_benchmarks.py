@@ -20,6 +20,8 @@ import pytest
 import penstock as ps
 from benchmarks import checkpoint, common, custom_state, latency, recovery, replication, similarity, soak, windows
 from penstock.cli import list_benchmarks
+from penstock.control.epochs import Baseline
+from penstock.engines import job as jobs
 from penstock.errors import EngineError
 
 MACHINE_KEYS = {"cores", "memory_gb", "python", "java", "pyspark", "polars", "pyarrow", "os"}
@@ -918,3 +920,29 @@ def test_growth_is_every_key_and_then_random_ones(tmp_path: Path) -> None:
     unread = sorted((tmp_path / "in").iterdir())[4:]
     before = pl.concat(frames[:4]).group_by("word").agg(n=pl.len().cast(pl.Int64)).sort("word")
     assert checkpoint.without(truth, unread).equals(before) and checkpoint.without(truth, []) is truth
+
+
+@pytest.mark.parametrize(("contender", "full"), [(checkpoint.ASYNC, False), (checkpoint.SYNC, True)])
+def test_only_the_measured_run_takes_full_snapshots(
+    contender: str, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int | None, Baseline | None]] = []
+
+    class Over(Exception):
+        """The run that is measured would begin."""
+
+    class Loaded:
+        def wait(self) -> None:
+            if len(asked) == 2:
+                raise Over
+
+    def start(*_: Any, config: ps.Config, baseline: Baseline | None = None, **__: Any) -> Loaded:
+        asked.append((config.epochs_max, baseline))
+        return Loaded()
+
+    monkeypatch.setattr(jobs, "start", start)
+    pl.DataFrame({"word": ["a"]}).write_parquet(tmp_path / "input.parquet")
+    args = {"work": str(tmp_path), "input": str(tmp_path), "load": 3, "epochs": 5}
+    with pytest.raises(Over):
+        next(iter(checkpoint.CONTENDERS[contender](args)))
+    assert asked == [(3, None), (5, Baseline(full_snapshots=full))]

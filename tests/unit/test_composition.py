@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from xml.etree import ElementTree
 
 import polars as pl
@@ -9,8 +11,10 @@ import pytest
 
 import penstock as ps
 from penstock import testing
+from penstock.control.routing import RoutingTable
 from penstock.engines.job import start
-from penstock.errors import FlowError
+from penstock.errors import ConfigError, FlowError, SourceError
+from penstock.ids import StageId
 from penstock.plan import compile_flow
 
 NUMBERS = pl.DataFrame({"k": ["a", "b", "a", "c"], "x": [1, 2, None, 4]})
@@ -61,16 +65,52 @@ def test_sub_flows_nest_and_an_error_inside_leaves_no_prefix_behind() -> None:
 
 
 def test_a_named_partition_has_its_own_instances_and_is_a_handle_to_rescale() -> None:
-    frame = pl.DataFrame({"k": [f"k{i % 50}" for i in range(2_000)]})
-    flow = ps.Flow("handle")
-    stream = flow.source("in", testing.rows(frame, epochs=[100] * 20))
-    stream.hash_partition("k", 3, uid="by-k").aggregate("counts", n=ps.count()).sink("out", ps.memory())
-    job = start(flow, engine="local", config=ps.Config(instances=1, epochs_max=5))
-    job.wait()
-    assert {o.id: o.instances for o in job.status().operators} == {"in": 1, "counts": 3}
-    job.rescale("by-k", 2)
-    with pytest.raises(ps.PenstockError, match="no operator 'by-z'"):
-        job.rescale("by-z", 2)
+    frame = pl.DataFrame({"k": [f"k{i % 50}" for i in range(4_000)]})
+    flow, sink = ps.Flow("handle"), ps.memory()
+    stream = flow.source("in", testing.rows(frame, epochs=[100] * 40))
+    stream.hash_partition("k", 3, uid="by-k").aggregate("counts", n=ps.count()).sink("out", sink)
+    held: list[ps.Job] = []
+    ready = threading.Event()
+    before: list[RoutingTable | None] = []
+
+    def trip(step: str) -> None:
+        if step == "after-publish" and not before:
+            ready.wait()
+            before.append(held[0].routing)
+            with pytest.raises(ps.PenstockError, match="no operator 'by-z'"):
+                held[0].rescale("by-z", 2)
+            held[0].rescale("by-k", 2)
+
+    config = ps.Config(instances=1, control=False, checkpoint_interval_s=0.0)
+    held.append(job := start(flow, engine="local", config=config, trip=trip))
+    ready.set()
+    assert job.wait(60)
+    (first,), last = before, job.routing
+    assert first is not None and last is not None and last.version > first.version
+    assert [dict(Counter(table.owners[StageId("counts")])) for table in (first, last)] == [
+        {0: 22, 1: 21, 2: 21},
+        {0: 32, 1: 32},
+    ]
+    assert {o.id: o.instances for o in job.status().operators} == {"in": 1, "counts": 2}
+    counts = sink.frame().group_by("k").agg(pl.col("n").max(), pl.len())
+    assert counts.sort("k").rows() == [(k, 80, 40) for k in sorted(f"k{i}" for i in range(50))]
+
+
+def test_a_job_that_has_ended_refuses_to_be_rescaled_and_says_why() -> None:
+    flow, stream = numbers()
+    stream.key_by("k").aggregate("counts", n=ps.count()).sink("out", ps.memory())
+    job = start(flow, engine="local", config=ps.Config(control=False))
+    assert job.wait(60)
+    with pytest.raises(ConfigError, match=r"the job is complete\. It takes no orders any more\."):
+        job.rescale("counts", 2)
+    source = testing.CrashingSource(testing.rows(NUMBERS), 1)
+    flow = ps.Flow("crashing")
+    flow.source("in", source).key_by("k").aggregate("counts", n=ps.count()).sink("out", ps.memory())
+    job = start(flow, engine="local", config=ps.Config(control=False, epoch_rows=1))
+    with pytest.raises(SourceError):
+        job.wait(60)
+    with pytest.raises(ConfigError, match=r"the job failed: .*on purpose after 1 rows"):
+        job.rescale("counts", 2)
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5])

@@ -41,6 +41,14 @@ def test_later_places_win(empty_directory: Path) -> None:
     assert (config.slices, config.poll_ms, config.master) == (8, 7, "local[4]")
 
 
+def test_a_policy_by_name_with_its_limits_from_every_place() -> None:
+    Path("penstock.toml").write_text('[penstock]\npolicy = "ring"\npolicy_dry_run = true\nnodes_max = 4\n')
+    config = load(None, parse_assignments(["nodes_max=none"]), PENSTOCK_NODES_MIN="2")
+    assert (config.policy, config.policy_dry_run, config.nodes_min, config.nodes_max) == ("ring", True, 2, None)
+    assert load(None, {}, PENSTOCK_POLICY_DRY_RUN="no").policy_dry_run is False
+    assert "in Python also an object" in refused(None, {}, PENSTOCK_POLICY="mine").remedy
+
+
 def test_a_named_file_replaces_the_default_one() -> None:
     Path("penstock.toml").write_text("[penstock]\nslices = 8\n")
     Path("other.toml").write_text("[penstock]\npoll_ms = 5\n")
@@ -74,6 +82,9 @@ def test_spark_properties_merge_by_key_and_keep_dotted_names() -> None:
         ("checkpoint_interval_s", -0.1),
         ("checkpoint_interval_s", float("nan")),
         ("on_error", "ignore"),
+        ("policy_dry_run", "true"),
+        ("nodes_min", 0),
+        ("nodes_max", 0),
         ("master", "lokal[2]"),
         ("master", "local[0]"),
         ("spark", {"driver.memory": "2g"}),
@@ -149,6 +160,11 @@ def test_environment_is_typed_and_checked() -> None:
     assert (config.slices, config.instances, config.checkpoint_interval_s) == (1024, None, 0.5)
     error = refused(PENSTOCK_SLICES="many")
     assert error.message == "environment variable PENSTOCK_SLICES: slices cannot be 'many'."
+
+
+def test_how_benchmarks_compare_is_no_setting() -> None:
+    for name in ("moves", "checkpoints", "baseline"):
+        assert refused(None, {name: "stop"}).message == f'there is no setting "{name}".'
 
 
 def test_environment_names_that_look_like_ours_are_errors_and_others_pass() -> None:

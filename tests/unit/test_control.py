@@ -530,6 +530,29 @@ def test_changes_need_a_job_that_runs(phase: str) -> None:
     assert job.calls == []
 
 
+@pytest.mark.parametrize(
+    ("verb", "asked", "waits"),
+    [
+        ("scale", {"stages": {"counts": 4}}, True),
+        ("scale", {"remove": ["n2"]}, True),
+        ("scale", {"cores": {"n1": 1}}, True),
+        ("scale", {"cores": {"n1": 1}, "dry_run": True}, False),
+        ("migrate", {"stage": "counts", "slices": [1], "container": 1}, True),
+        ("rebalance", {}, True),
+        ("cancel", {}, False),
+    ],
+)
+def test_in_the_middle_of_a_recovery_the_answer_says_that_a_change_waits(
+    verb: str, asked: dict[str, Any], waits: bool
+) -> None:
+    job, server = served(FakeJob(phase="recovering"))
+    recovering = RemoteJob(server.contact).change(verb, **asked)
+    assert ("this waits for the end of that" in recovering) is waits
+    assert bool(job.calls) is not asked.get("dry_run", False)
+    job.seen = replace(job.seen, phase="running")
+    assert "recovering" not in RemoteJob(server.contact).change(verb, **asked)
+
+
 def test_stop_and_wait_see_the_end() -> None:
     job, server = served()
     remote = RemoteJob(server.contact)

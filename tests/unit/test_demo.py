@@ -308,18 +308,16 @@ def test_the_picture_and_the_report_tell_of_executors(tmp_path: Path) -> None:
 # --- the real thing -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.spark
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_it_runs_on_spark_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A minute for a real run: exact over a rescale, one JSON object on standard output, a clean directory after it."""
-    scratch = tmp_path / "tmp"
+def real_run(place: Path, *options: str) -> dict[str, Any]:
+    """The command in an empty directory, with a place of its own for Spark's files: one JSON object comes of it, and a
+    picture, and nothing is left behind.
+    """
+    scratch = place / "tmp"
     scratch.mkdir()
-    command = [sys.executable, "-m", "penstock.cli", "demo", "--master", "local[2]", "--seconds", "15", "--json"]
     path = os.pathsep.join(p for p in (str(ROOT / "src"), os.environ.get("PYTHONPATH", "")) if p)
     done = subprocess.run(
-        [*command, "--plot", str(tmp_path / "run.png")],
-        cwd=tmp_path,
+        [sys.executable, "-m", "penstock.cli", "demo", *options, "--json", "--plot", str(place / "run.png")],
+        cwd=place,
         env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(scratch)},
         capture_output=True,
         text=True,
@@ -327,12 +325,43 @@ def test_it_runs_on_spark_and_leaves_nothing_behind(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    assert (place / "run.png").stat().st_size > 10_000
+    assert sorted(p.name for p in place.iterdir()) == ["run.png", "tmp"]
+    assert [p.name for p in scratch.iterdir() if p.name.startswith("penstock")] == []
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_runs_on_spark_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A minute for a real run: exact over a rescale, one JSON object on standard output, a clean directory after it."""
+    result = real_run(tmp_path, "--master", "local[2]", "--seconds", "15")
     assert result["exact"] is True and result["windows"] > 0
     moved = result["rescale"]["slices_moved"]
     assert 0 <= moved <= 40, "about half of the 64, by load; fewer if the demonstration ended before the moves did"
     assert result["late"] == 0 and result["recoveries"] == 0
-    assert (tmp_path / "run.png").stat().st_size > 10_000
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.png", "tmp"]
-    left = [p.name for p in scratch.iterdir() if p.name.startswith("penstock")]
-    assert left == []
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_with_executors_one_leaves_another_comes_and_output_goes_on(tmp_path: Path) -> None:
+    """A minute for real executors: more than half of the 30 s is for the Java of the one that comes."""
+    result = real_run(tmp_path, "--executors", "2", "--seconds", "30")
+    assert result["exact"] is True and result["windows"] > 0
+    assert result["late"] == 0 and result["recoveries"] == 0, "to leave is no loss"
+    seen = result["executors"]
+    told = [event["what"] for event in seen["events"]]
+    acts = [what for what in told if what in ("one is to leave", "one is asked for")]
+    assert acts == ["one is to leave", "one is asked for"], told
+    first, last = seen["nodes"][0]["slices"], seen["nodes"][-1]["slices"]
+    assert len(first) == 2 and all(first.values())
+    left, came = first.keys() - last.keys(), last.keys() - first.keys()
+    assert len(left) == len(came) == 1, told
+    gone, new = left.pop(), came.pop()
+    assert told.index("one is to leave") < told.index(f"{gone} has left") < told.index(f"{new} is there"), told
+    after = next(entry["slices"] for entry in seen["nodes"] if gone not in entry["slices"])
+    assert sum(after.values()) == seen["slices"], "it was drained before it went"
+    assert seen["epoch_gap_ms"] <= seen["pause_ms"] < 6_000, f"output went on: {seen}"

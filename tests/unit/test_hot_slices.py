@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import polars as pl
 import pytest
 
 import penstock as ps
+from penstock.config import Config
 from penstock.connectors.sinks import MemorySink
 from penstock.control.events import HotSlices, MoveRequested, RebalanceRequested, RescaleRequested, TaskReport
 from penstock.control.load import FLOOR, LOAD_EPOCHS, ROWS_MIN, SliceLoad, shares
@@ -191,8 +193,11 @@ def considered(d: Fleet, decision: Decision) -> list[Any]:
         controller=d.controller,
         metrics=SimpleNamespace(busy_containers=lambda status: {}),
         status=lambda: JobStatus("j", "f", "sim", "running"),
+        config=Config(),
         notices=[],
         policy_said=None,
+        asking=0,
+        ask_again_at=math.inf,
         post=posted.append,
     )
     fake._move = lambda *a: Runtime._move(fake, *a)  # type: ignore[arg-type]

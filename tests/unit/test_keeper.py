@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import errno
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 
+import penstock as ps
+from penstock.connectors.spill import open_spill
 from penstock.engines import keeper as module
 from penstock.engines.keeper import REST_S, Keeper
 from penstock.engines.sim.schedule import Schedule, SimPool
+from penstock.engines.spark import worker
+from penstock.engines.spark.engine import SparkEngine, pickle_plan
+from penstock.engines.task import pack_blob, read_manifest
 from penstock.state import codec
 from penstock.state.backup import Commit, cut
 from penstock.state.checkpoint import DeltaFile, Manifest, merge_frames
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import MemoryStore
 from penstock.state.table import DELETED, HASH
+from tests.unit.test_task import Rig
 
 SLICES = 4
 ALL = frozenset(range(SLICES))
@@ -225,6 +238,58 @@ def test_after_a_recovery_nothing_is_read_for_a_while_and_then_all_is() -> None:
     job.tell()
     job.run()
     assert job.held() == ALL and job.taken() == job.truth
+
+
+@pytest.mark.parametrize("holder", [True, False], ids=["to a holder", "to a stranger"])
+def test_a_move_to_who_holds_the_slices_reads_nothing_from_the_store(holder: bool) -> None:
+    """Two processes: the owner's, and that of container 1, which takes all slices over after epoch 3."""
+    job, rig, other = Job(), Rig(), Rig()
+    rig.store = rig.worker.store = other.store = other.worker.store = job.store  # type: ignore[assignment]
+    rig.worker.job_id = other.worker.job_id = "j"
+    keeper = other.worker.keeper = job.keeper
+    two, copies = {"count": 2}, [[1] if holder else []] * SLICES
+    nothing = pack_blob("in", 0, [])
+
+    def both(epoch: int, sent: list[bytes], **told: Any) -> list[bytes]:
+        """An epoch; what the owner sent to its peer."""
+        spec = rig.spec("count", epoch, instances=two, copies=copies, sends=True, **told)
+        report, out = rig.worker.run(spec, [rig.source(epoch)[0]])
+        assert not report.missing
+        report, _ = other.count(epoch, [nothing, *sent], index=1, **{**told, "instances": two, "copies": copies})
+        assert not report.missing
+        job.run()
+        return [out["count", 1]]
+
+    both(1, [], seal=True)
+    deltas = rig.worker.flush(rig.spec("count", 1)).deltas
+    (written,) = deltas
+    rig.checkpoint(1, deltas, [])
+    job.manifests[1] = read_manifest(job.store, 1)
+    job.store.reads.clear()
+    commits = [Commit(0, 1, {written["file"]["name"]: written["touched"]})]
+    sent = both(2, [], checkpoint=1, commits=commits)
+    sent = both(3, sent, checkpoint=1, commits=commits, handover=dict.fromkeys(range(SLICES), 1))
+    assert keeper.held("count") == ((1, ALL) if holder else (0, frozenset()))
+    before = keeper.stats()
+
+    moved = {"index": 1, "owners": [1] * SLICES, "checkpoint": 1, "commits": commits}
+    report, counts = other.count(4, [rig.source(4)[0], *sent], **moved)
+    assert counts == {"a": (8, 20), "b": (4, 8), "c": (4, 12)}
+    assert report.rebuilt == ({"backup": SLICES, "durable": 0} if holder else {"backup": 0, "durable": SLICES})
+    assert bool(job.store.reads) is not holder
+    if holder:
+        job.run()
+        after = keeper.stats()
+        assert [after[what] for what in ("bytes_read", "seeded")] == [0, 0] == [before["bytes_read"], before["seeded"]]
+
+
+def test_the_settings_for_copies_reach_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_workers", {})
+    plan, store = Rig().worker.plan, MemoryStore()
+    settings = SparkEngine(plan, "j", store, "fail", ps.Config(backup_memory_mb=7, move_mb_s=5)).keep
+    pickled = SimpleNamespace(value=pickle_plan(plan))
+    keeper = worker.SlotTask("run", "j", "count", 0, "n", pickled, store, None, settings).worker().keeper  # type: ignore[arg-type]
+    assert keeper is not None and (keeper._memory_max, keeper._rate._bytes_s) == (7 * 2**20, 5e6)
 
 
 def test_only_what_is_wanted_is_held() -> None:
@@ -543,3 +608,102 @@ def test_a_fault_of_ours_drops_backups_and_says_so(monkeypatch: pytest.MonkeyPat
     job.tell()
     job.run()
     assert job.held() == ALL and job.taken() == job.truth
+
+
+def test_a_seeded_slice_has_the_progress_of_its_checkpoint_in_its_header() -> None:
+    disk = Disk()
+    job = Job(memory_max=0, spill=lambda: disk)
+    job.checkpoint(every(1))
+    sources = {"in": {"offset": {"row": 70}, "facts": ["of no use here"]}}
+    job.manifests[1] = replace(job.manifest, sources=sources)
+    job.tell()
+    job.run()
+    assert job.held() == ALL and len(disk.items) == SLICES
+    assert [codec.decode_header(data, "")["progress"] for data in disk.items.values()] == [{"in": {"row": 70}}] * SLICES
+
+
+# ---- real disks ----------------------------------------------------------------------------------------------------
+
+BROKEN = {"full": errno.ENOSPC, "read-only": errno.EROFS, "limited": errno.EFBIG}
+MOUNT = 'mount -t tmpfs -o size=256k none "$0" && exec "$@"'
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_disk_that_really_breaks_costs_backups_and_nothing_else(how: str, tmp_path: Path) -> None:
+    """In a process of its own: with a small disk, if that can be had, or with a limit to the size of files."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *(p for p in sys.path if p)])
+    call = f"import sys; from {__name__} import on_a_disk_that_breaks as run; run(*sys.argv[1:])"
+    command = [sys.executable, "-c", call, str(tmp_path), how]
+    if how != "limited":
+        mounting = ["unshare", "--map-root-user", "--mount", "sh", "-c", MOUNT, str(tmp_path)]
+        try:
+            subprocess.run([*mounting, "true"], check=True, capture_output=True, timeout=30)
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"a disk cannot be mounted here: {error}")
+        command = [*mounting, *command]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+
+
+def on_a_disk_that_breaks(root: str, how: str) -> None:
+    spill = open_spill("j", "run", "node", root=root)
+    job = Job(memory_max=4000, spill=lambda: spill)
+    job.checkpoint(every(1))
+    break_disk(spill.directory, how)
+    job.tell()
+    job.run()
+    held = job.held()
+    problem = job.keeper.problem() or ""
+    assert "local disk failed" in problem and os.strerror(BROKEN[how]) in problem, problem
+    assert frozenset() < held < ALL, f"what fits into memory is held, no more: {held}"
+    assert os.listdir(spill.directory) == ["lock"], "half a file was left"
+    for value in range(2, 6):  # what is held comes forward as ever
+        name = job.checkpoint({value: value})
+        job.keeper.offer("s", job.pieces[name])
+        job.tell()
+        job.run()
+        assert frozenset() < job.held() <= held
+        assert job.taken() == {key: n for key, n in job.truth.items() if OF_KEY[key] in job.held()}
+    mend_disk(spill.directory, how)
+    job.tell(frozenset())  # holders are chosen anew, and this is one again
+    job.run()
+    job.tell()
+    job.run()
+    assert job.held() == ALL and job.taken() == job.truth and job.keeper.problem() is None
+    assert job.keeper.stats()["bytes_spilled"] > 0
+    break_disk(spill.directory, how)  # with slices on it
+    name = job.checkpoint(every(7))
+    job.keeper.offer("s", job.pieces[name])
+    job.tell()
+    job.run()
+    held = job.held()
+    assert held == ALL or job.keeper.problem()
+    assert held and job.taken() == {key: n for key, n in job.truth.items() if OF_KEY[key] in held}
+    mend_disk(spill.directory, how)
+    job.keeper.close()
+    assert os.listdir(root) == []
+    print("went on")
+
+
+def break_disk(directory: str, how: str) -> None:
+    if how == "limited":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    elif how == "read-only":
+        # Its lock is open for writing, so that the disk itself will not turn; but it can be seen through one that has.
+        subprocess.run(["mount", "--bind", directory, directory], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", directory], check=True)
+    else:
+        with open(f"{directory}-filler", "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+
+
+def mend_disk(directory: str, how: str) -> None:
+    if how == "limited":
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    elif how == "read-only":
+        subprocess.run(["umount", directory], check=True)
+    else:
+        os.remove(f"{directory}-filler")

@@ -29,7 +29,8 @@ from penstock.observe.live import (
     view_for,
     watch,
 )
-from penstock.observe.status import JobStatus, OperatorStatus
+from penstock.observe.report import STRAGGLERS_SHOWN, status_lines
+from penstock.observe.status import JobStatus, OperatorStatus, straggler_text
 
 HISTORY = tuple(
     {"epoch": epoch, "at_s": epoch * 0.5, "rows": 1_000_000, "ms": 400.0, "state_rows": 10 * epoch, "instances": 2}
@@ -135,6 +136,41 @@ def test_troubles_show_only_when_there_are_some() -> None:
     assert not any("dead letters" in line or "late " in line or "recoveries" in line for line in lines_of(STATUS))
     text = "\n".join(lines_of(dataclasses.replace(STATUS, dead_letters=3, recoveries=1)))
     assert "dead letters 3   recoveries 1" in text and "late " not in text
+
+
+def slow(container: int, times_rows: float = 1.0) -> dict[str, Any]:
+    return {
+        "stage": "counts",
+        "container": container,
+        "node": "2",
+        "times_slower": 3.5,
+        "times_rows": times_rows,
+    }
+
+
+def test_stragglers_are_told_with_what_they_may_come_from() -> None:
+    status = dataclasses.replace(STATUS, stragglers=(slow(1, times_rows=4.0), slow(3)))
+    skewed, plain = "with 4 times the rows", "with no more rows than the others"
+    assert [skewed in straggler_text(one) for one in status.stragglers] == [True, False]
+    seen = "\n".join(lines_of(status, 120))
+    assert "container 1 of 'counts' on 2 takes 3.5 times as long as the others" in seen and "(and 1 more)" in seen
+    told = [line for line in status_lines(status, {}) if "straggler" in line]
+    assert told == [f"  straggler: {straggler_text(one)}" for one in status.stragglers]
+    assert skewed in told[0] and plain in told[1]
+    assert not [line for line in status_lines(STATUS, {}) if "straggler" in line]
+
+
+def test_of_many_stragglers_the_worst_are_told_and_the_others_counted() -> None:
+    status = dataclasses.replace(STATUS, stragglers=tuple(slow(c) for c in range(STRAGGLERS_SHOWN + 2)))
+    lines = status_lines(status, {})
+    assert sum("straggler:" in line for line in lines) == STRAGGLERS_SHOWN and lines[-1] == "  ... and 2 more"
+
+
+def test_a_node_whose_container_hangs_is_a_suspect_and_no_straggler() -> None:
+    nodes = tuple({"name": name, "state": state} for name, state in (("0", "up"), ("1", "suspect"), ("2", "suspect")))
+    lines = status_lines(dataclasses.replace(STATUS, nodes=nodes), {})
+    assert [line.split()[:3] for line in lines if "suspects" in line] == [["suspects", "1,", "2:"]]
+    assert not [line for line in lines if "straggler" in line]
 
 
 def test_more_stages_than_lines_are_counted() -> None:

@@ -13,7 +13,7 @@ from penstock.engines import merging
 from penstock.engines.merging import Merge, MergeAside, merge_here
 from penstock.errors import CorruptData, PenstockError
 from penstock.state.checkpoint import CompactionTask, DeltaFile
-from penstock.state.codec import checksum, encode
+from penstock.state.codec import checksum, decode_header, encode
 from penstock.state.store import MemoryStore, Store
 from penstock.state.table import DELETED, HASH
 
@@ -21,7 +21,7 @@ from penstock.state.table import DELETED, HASH
 def written(store: Store, name: str, epoch: int, keys: range) -> DeltaFile:
     columns = {"k": list(keys), "n": [epoch] * len(keys), DELETED: [False] * len(keys)}
     frame = pl.DataFrame(columns).with_columns(pl.col("k").hash(7).alias(HASH))
-    data = encode({"stage": "s"}, frame, slices_total=2)
+    data = encode({"stage": "s", "progress": {"in": 100 * epoch}}, frame, slices_total=2)
     store.put(name, data)
     return DeltaFile(name, "s", "delta", epoch, epoch, (0, 1), frame.height, len(data), checksum(data))
 
@@ -42,6 +42,18 @@ def test_aside_is_the_same_as_here(tmp_path: Path) -> None:
     assert aside(store, asked) == here and here.rows == 9
     assert store.get(asked.name) == data
     assert aside._running == set()
+
+
+def test_a_merged_file_says_which_input_it_reflects(tmp_path: Path) -> None:
+    """That of the newest file in it, also when it is merged again."""
+    store = FsspecStore(str(tmp_path))
+    asked = merge(store)
+    base = merge_here(store, asked)
+    assert decode_header(store.get(base.name), "")["progress"] == {"in": 200}
+    later = written(store, "state/s/3.delta", 3, range(2))
+    again = Merge(CompactionTask("s", "base", (base, later), (0, 1)), ("k",), asked.meta, "state/s/again.base", 2)
+    MergeAside(small_bytes=0)(store, again)
+    assert decode_header(store.get(again.name), "")["progress"] == {"in": 300}
 
 
 def test_a_small_merge_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -747,6 +747,21 @@ def test_a_node_is_drained_before_it_is_given_back() -> None:
     assert d.controller.recoveries == 0 and d.said[-1] == "node b has left"
 
 
+@pytest.mark.parametrize("schedule", ["load", "round_robin"])
+@pytest.mark.parametrize("node", ["a", "b", "c", "d"])
+def test_slices_of_a_node_that_leaves_go_where_they_are_held(node: str, schedule: str) -> None:
+    d = fleet("a", "b", "c", "d", backups=1, schedule=schedule)
+    d.epoch()  # copies are current, and that was said
+    holders, owners = d.controller.routing.holders[COUNT], d.controller.routing.owners[COUNT]
+    (gone,) = (c for c, home in d.controller.routing.homes.items() if home == node)
+    d.step(LeaveRequested(d.now, (node,)))
+    moves = d.controller.migration.of(COUNT)
+    assert {m.slice for m in moves} == {s for s, c in enumerate(owners) if c == gone}
+    assert all(m.target in holders[m.slice] for m in moves), "nothing is copied"
+    d.until(lambda: any(isinstance(c, ReleaseNodes) for c in d.commands), most=20)
+    assert sorted(Counter(d.controller.routing.owners[COUNT]).values()) == [2, 3, 3]
+
+
 def test_a_node_is_drained_of_what_it_is_given_while_it_is_told_to_leave() -> None:
     d = fleet("a", "b", "c")
     to = next(c for c, n in d.controller.routing.homes.items() if n == "c")
@@ -851,6 +866,18 @@ def test_switches_follow_each_other_until_a_checkpoint_is_due(epoch_s: float, ch
     assert handovers == len(mine) == 4
     assert len(committed) - 1 == checkpoints
     assert d.controller.committed == max(e for e, _ in d.runs), "it came as soon as there was nothing more to switch"
+
+
+def test_a_baseline_that_stops_says_what_it_does_not_do() -> None:
+    d = fleet("a", "b", "c", live=False)
+    owners = d.controller.routing.owners
+    for order in (RebalanceRequested(d.now), LeaveRequested(d.now, ("c",))):
+        d.step(order)
+        assert "this baseline does not spread slices" in d.said[-1]
+    d.epoch()
+    assert not d.controller.leaving and d.controller.routing.owners == owners
+    d.step(LeaveRequested(d.now, ("a", "b", "c")))
+    assert "somebody must stay" in d.said[-1]
 
 
 def test_somebody_must_stay() -> None:
@@ -965,6 +992,33 @@ def test_without_any_node_the_job_waits_for_one() -> None:
     d.finish(number)
     assert d.runs[number, COUNT].containers == (0,), "it has one core"
     d.checkpoint()
+
+
+def test_of_two_nodes_that_come_back_one_after_the_other_each_gets_its_share() -> None:
+    """The first must not take the containers of both: one of them would stay with it, or with who survived, for good,
+    and the second would find nothing to do.
+    """
+    d = fleet("a", "b", "c", backups=1, grows=False)
+    d.until(lambda: bool(d.controller.held))
+    d.lose("a", "b")
+    d.run_again()
+    assert set(d.controller.routing.homes.values()) == {"c"}
+    d.come("d")
+    d.until(lambda: not d.controller.migration and len(set(d.controller.routing.owners[COUNT])) == 2)
+    assert sorted(d.controller.routing.homes.values()) == ["c", "d"], "the third container waits for its node"
+    d.come("e")
+    d.until(lambda: not d.controller.migration and len(set(d.controller.routing.owners[COUNT])) == 3)
+    assert sorted(d.controller.routing.homes.values()) == ["c", "d", "e"]
+
+
+def test_who_shared_a_node_before_does_so_again() -> None:
+    """Two nodes of one core with two containers each: a loss does not make it three for good."""
+    d = fleet("a", "b", instances=4, backups=1, grows=False)
+    d.until(lambda: bool(d.controller.held))
+    d.lose("b")
+    d.run_again()
+    d.come("c")
+    assert sorted(d.controller.routing.homes.values()) == ["a", "a", "c", "c"]
 
 
 def test_after_the_loss_of_all_nodes_each_that_comes_takes_its_share() -> None:

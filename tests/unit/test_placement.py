@@ -14,6 +14,7 @@ from penstock.control.placement import (
     lost_with,
     policy,
     ring_order,
+    schedule,
     spread,
     survivable,
     takeover,
@@ -268,6 +269,29 @@ def test_spread_moves_to_holders_where_it_can() -> None:
     assert spread([0, 0, 1, 1], apart(2), holding={0: [1], 1: [1]}) == (0, 0, 1, 1)
     load = [1.0, 1.0, 1.0, 1.0]
     assert spread(owners, apart(2), load, holding={2: [1], 1: [1]}) == (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["round_robin", "load"])
+@pytest.mark.parametrize("load", [None, [5.0, 1.0, 1.0, 5.0, 1.0, 1.0, 4.0, 6.0]], ids=["counts", "loads"])
+def test_slices_of_a_container_that_leaves_go_to_their_holders(name: str, load: list[float] | None) -> None:
+    owners = [9, 9, 9, 9, 0, 0, 1, 1]
+    holding = {0: [1], 1: [0], 2: [1], 3: [0]}
+    for change in (lambda c: c, lambda c: 1 - c):  # whichever they would go to anyway
+        held = {s: [change(c) for c in at] for s, at in holding.items()}
+        after = schedule(name).assign(owners, apart(2), load, held)
+        if load is None or name == "round_robin":
+            assert after == tuple(held[s][0] if s in held else c for s, c in enumerate(owners))
+        else:
+            sums = [sum(x for x, c in zip(load, after, strict=True) if c == p) for p in (0, 1)]
+            copied = [s for s in held if after[s] not in held[s]]
+            assert max(sums) <= 1.1 * sum(load) / 2 and len(copied) <= 1, (after, sums)
+
+
+def test_slices_change_places_on_their_way_to_get_to_their_holders() -> None:
+    # The only one that 1 holds, of two that 0 and 1 take: the other has a backup at both of them.
+    assert spread([9, 9, 0, 1], apart(2), holding={0: [0, 1], 1: [0]}) == (1, 0, 0, 1)
+    # A holder that has its share already gets no more.
+    assert spread([9, 9, 0, 0], apart(2), holding={0: [0], 1: [0]}) == (1, 1, 0, 0)
 
 
 def test_slices_of_strangers_always_move() -> None:

@@ -258,6 +258,19 @@ def test_nodes_are_asked_for_when_cores_do_not_suffice() -> None:
     alone = SafeRate().decide(replace(wide, limits=Limits()))
     assert alone.kind == "nothing" and "1 to 2 are allowed" in alone.reason
     assert SafeRate().decide(replace(wide, nodes=4, cores=8)).instances == {"counts": 7}
+    idle_cores = replace(wide, cores=3, coming=1)
+    assert SafeRate().decide(idle_cores).instances == {"counts": 3}, "until they come, what there is must do"
+
+
+def test_nodes_that_no_instance_may_use_are_not_asked_for() -> None:
+    wide = seen(3500, instances=2, nodes=1, cores=2, limits=Limits(instances_max=2, nodes_max=4))
+    assert SafeRate().decide(wide).kind == "nothing"
+    few_slices = seen(3500, instances=2, nodes=1, cores=2, limits=Limits(nodes_max=4), owners={"counts": [0, 1]})
+    assert SafeRate().decide(few_slices).kind == "nothing"
+    full = ring_seen({0: 1.0, 1: 0.9}, [0] * 8 + [1] * 8, cores=2, limits=Limits(nodes_max=2))
+    assert Ring().decide(full).kind == "scale_out"
+    assert Ring().decide(replace(full, coming=1)).kind == "nothing"
+    assert Ring().decide(replace(full, limits=Limits(instances_max=2, nodes_max=2))).kind == "nothing"
 
 
 def test_a_node_without_work_is_given_back() -> None:
@@ -295,13 +308,6 @@ def test_steps_are_bounded_and_said() -> None:
     assert shrunk.instances == {"counts": 4}
 
 
-def test_a_dry_run_explains() -> None:
-    policy = Guarded(SafeRate(), confirm=1, dry_run=True)
-    decision = policy.decide(seen(1900))
-    assert decision.kind == "nothing" and decision.held is not None and decision.held.instances == {"counts": 4}
-    assert decision.reason.startswith("dry run, would rescale counts to 4: counts: 1,900 rows/s")
-
-
 def test_limits_hold_whatever_the_policy_thinks() -> None:
     class Greedy:
         name = "greedy"
@@ -321,6 +327,46 @@ def test_limits_hold_whatever_the_policy_thinks() -> None:
 
     assert Guarded(Nodes(), confirm=1).decide(seen(1)).kind == "nothing", "nodes are not its to ask for"
     assert Guarded(Nodes(), confirm=1, limits=Limits(nodes_max=3)).decide(seen(1, nodes=2)).nodes == 1
+    waiting = Guarded(Nodes(), confirm=1, limits=Limits(nodes_max=9)).decide(seen(1, nodes=2, coming=1))
+    assert waiting.kind == "nothing" and "nodes that were asked for have not come: 1" in waiting.reason
+
+
+@dataclass(frozen=True)
+class Always:
+    decision: Decision
+    name: str = "always"
+
+    def decide(self, seen: Observation) -> Decision:
+        return self.decision
+
+
+def test_a_policy_may_choose_the_nodes_that_go() -> None:
+    gone = Decision("scale_in", "2 with the least to do.", which=("c", "a"))
+    four = seen(1, nodes=4, staying=("a", "b", "c", "d"))
+
+    def guarded(limits: Limits) -> Decision:
+        return Guarded(Always(gone), confirm=1, limits=limits).decide(four)
+
+    assert guarded(Limits(nodes_max=4)) == gone and gone.what() == "remove nodes c, a"
+    one = guarded(Limits(nodes_min=3, nodes_max=4))
+    assert (one.nodes, one.which) == (1, ("c",)) and one.reason.endswith("A step at a time: remove node c.")
+    assert "4 nodes, 4 to 4 allowed" in guarded(Limits(nodes_min=4, nodes_max=4)).reason
+    assert "nodes_max is not set" in guarded(Limits()).reason
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        (Decision("rescale", "1.", instances={"sums": 2}), "there is no stage 'sums'"),
+        (Decision("move", "1.", stage="in", moves=(Move("in", 0, 0, 1),)), "there is no stage with slices 'in'"),
+        (Decision("move", "1.", moves=(Move("counts", 0, 0, 1),)), "moves are those of one stage"),
+        (Decision("scale_in", "1.", which=("z",)), "there is no node 'z'"),
+    ],
+)
+def test_what_cannot_be_is_held_back(wish: Decision, why: str) -> None:
+    there = seen(1, owners={"counts": [0, 1]}, staying=("a", "b"), nodes=2)
+    held = Guarded(Always(wish), confirm=1, limits=Limits(nodes_max=4)).decide(there)
+    assert held.kind == "nothing" and held.held == wish and held.reason.startswith(f"held back ({why}")
 
 
 def test_giving_back_too_early_makes_it_patient() -> None:
@@ -359,14 +405,28 @@ def test_four_times_the_load_and_back(policy: Policy) -> None:
 def test_settings_name_a_policy() -> None:
     assert policy_from(Config()) is None
     for name in ("safe-rate", "target-latency", "ring"):
-        policy = policy_from(Config(policy=name, policy_cool_down_s=7, instances_min=2, instances_max=5))
+        policy = policy_from(
+            Config(policy=name, policy_cool_down_s=7, instances_min=2, instances_max=5, nodes_min=3, nodes_max=4)
+        )
         assert policy is not None and (policy.name, policy.cool_down_s) == (name, 7.0)
-        assert policy.limits == Limits(2, 5)
+        assert policy.limits == Limits(2, 5, 3, 4)
     latency = policy_from(Config(policy="target-latency", target_latency_ms=250))
     assert latency is not None and isinstance(latency.policy, TargetLatency) and latency.policy.target_ms == 250
 
 
+def test_ones_own_policy_is_guarded_too() -> None:
+    own = Always(Decision("rescale", "more than 9000.", instances={"counts": 99}))
+    policy = policy_from(Config(policy=own, instances_max=3))
+    assert policy is not None and policy.policy is own and policy.name == "always"
+    assert [policy.decide(seen(1, now=float(i))).kind for i in range(3)] == ["nothing", "nothing", "rescale"]
+
+
 def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="nodes_min is 5, more than nodes_max, 4"):
+        Config(nodes_min=5, nodes_max=4)
+    for nearly in (Always, SafeRate, object(), 3):
+        with pytest.raises(ConfigError, match="policy cannot be"):
+            Config(policy=nearly)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="instances_min is 5, more than instances_max, 4"):
         Config(instances_min=5, instances_max=4)
     with pytest.raises(ConfigError, match="policy cannot be 'greedy'"):
@@ -390,13 +450,22 @@ def test_an_observation_from_a_status() -> None:
         phase="running",
         rows_s=10.0,
         latency_ms_p99=7.0,
-        operators=(OperatorStatus("counts", "keyed", ("counts",), 3, busy=0.5, queue=1),),
-        nodes=({"name": "a", "cores": 2}, {"name": "b", "cores": 2}),
+        operators=(
+            OperatorStatus("counts", "keyed", ("counts",), 3, rows_in_s=8.0, busy=0.5, queue=1),
+            OperatorStatus("idle", "keyed", ("idle",), 1),
+        ),
+        nodes=(
+            {"name": "a", "cores": 2, "state": "up"},
+            {"name": "b", "cores": 2, "state": "suspect"},
+            {"name": "c", "cores": 2, "state": "leaving"},
+        ),
         moves=({"slice": 1},),
     )
     observed = Observation.of(status, 5.0, owners={"counts": [0, 1, 1]}, rows_in_s=12.0)
     assert (observed.now, observed.rows_in_s, observed.rows_s, observed.cores) == (5.0, 12.0, 10.0, 4)
-    assert (observed.nodes, observed.moving, observed.queue, observed.busy) == (2, 1, {"counts": 1}, {"counts": 0.5})
+    assert (observed.nodes, observed.staying, observed.moving) == (2, ("a", "b"), 1), "who leaves does not count"
+    assert (observed.queue["counts"], observed.busy["counts"]) == (1, 0.5)
+    assert observed.input_s == {"counts": 8.0, "idle": 0.0} and observed.execution_s == {"counts": 16.0}
     assert observed.size("counts") == 2
 
 

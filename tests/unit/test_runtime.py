@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 
 import penstock as ps
 from penstock import testing
+from penstock.control.epochs import Baseline
+from penstock.control.events import LeaveRequested, NodeInfo, NodesChanged, RescaleRequested
 from penstock.control.policies import Decision, Observation, nothing
 from penstock.engines import runtime as runtime_module
-from penstock.engines.job import start
+from penstock.engines.job import Job, start
 from penstock.errors import BadRecordError, ConfigError, FlowError, SinkError, SourceError, UserCodeError
 
 FRAME = pl.DataFrame({"k": [f"k{i % 5}" for i in range(100)], "x": list(range(100))})
@@ -298,3 +301,157 @@ def test_what_a_policy_decides_is_done_and_said(monkeypatch: pytest.MonkeyPatch)
             assert not job.wait(0.01)
         assert job.status().policy is not None and "large enough" in job.status().policy
     assert any("it is small" in notice for notice in job.notices)
+
+
+class Own:
+    """A policy as anybody may write one: it remembers what it was shown."""
+
+    name = "own"
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        self.seen: list[Observation] = []
+
+    def decide(self, seen: Observation) -> Decision:
+        self.seen.append(seen)
+        return self.decision
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    """A job whose policy is asked all the time."""
+    monkeypatch.setattr(runtime_module, "POLICY_S", 0.0)
+
+    def begin(policy: Any, **settings: Any) -> Job:
+        source = ps.generator(
+            lambda first, n, rng: pl.DataFrame({"k": [f"k{i % 50}" for i in range(n)]}), schema={"k": str}
+        )
+        config = ps.Config(
+            epoch_rows=50, instances=1, slices=8, checkpoint_interval_s=0.0, control=False, policy=policy
+        ).replace(policy_cool_down_s=0.0, instances_max=2, **settings)
+        return start(counting(source, ps.discard()), engine="local", config=config)
+
+    return begin
+
+
+def until(job: Job, reached: Callable[[], Any]) -> None:
+    while not reached():
+        assert not job.wait(0.01)
+
+
+GROW = Decision("rescale", "it is small", instances={"count": 2})
+
+
+def test_a_policy_of_ones_own_is_shown_the_job_and_obeyed(endless: Callable[..., Job]) -> None:
+    policy = Own(GROW)
+    with endless(policy) as job:
+        until(job, lambda: job.routing and set(job.routing.owners["count"]) == {0, 1})
+        shown = len(policy.seen)
+        until(job, lambda: len(policy.seen) > shown + 1 and policy.seen[-1].execution_s.keys() == {"in", "count"})
+    seen = policy.seen[-1]
+    assert list(seen.edges) == [("in", "count")]
+    assert seen.homes == {0: "local", 1: "local"} and seen.staying == ("local",)
+    assert seen.input_s["count"] > 0 and seen.execution_s["count"] >= seen.input_s["count"]
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(endless: Callable[..., Job]) -> None:
+    policy = Own(GROW)
+    with endless(policy, policy_dry_run=True) as job:
+        said = "policy own (dry run): would rescale count to 2: it is small"
+        until(job, lambda: job.notices)
+        shown = len(policy.seen)
+        until(job, lambda: len(policy.seen) > shown + 20)
+        assert job.notices.count(said) > 3
+        assert job.status().policy is not None and job.status().policy.startswith("own (dry run): ")
+        assert "rescale count to 2: it is small" in job.status().policy
+        assert job.routing is not None and set(job.routing.owners["count"]) == {0}
+    assert not [record for record in job.journal() if isinstance(record.event, RescaleRequested)]
+
+
+def test_a_policy_that_fails_does_not_end_the_job(endless: Callable[..., Job]) -> None:
+    class Broken(Own):
+        def decide(self, seen: Observation) -> Decision:
+            super().decide(seen)
+            raise ZeroDivisionError("by nought")
+
+    policy = Broken(GROW)
+    with endless(policy) as job:
+        until(job, lambda: len(policy.seen) > 3)
+        assert "own: failed with ZeroDivisionError: by nought" in (job.status().policy or "")
+    (told,) = [notice for notice in job.notices if "policy own" in notice]
+    assert "test_runtime.py:" in told and "keeps its size" in told
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_policy_asks_the_cluster_for_nodes(endless: Callable[..., Job], taken: bool) -> None:
+    asked: list[int] = []
+
+    def request(more: int) -> bool:
+        asked.append(more)
+        return taken
+
+    policy = Own(nothing("not yet"))
+    with endless(policy, nodes_max=3, master="spark://host:7077") as job:
+        until(job, lambda: policy.seen)
+        job._runtime.engine.request_nodes = request  # type: ignore[union-attr]
+        policy.decision = Decision("scale_out", "1 is not enough", nodes=1)
+        until(job, lambda: policy.seen[-1].coming == 1)
+        shown = len(policy.seen)
+        until(job, lambda: len(policy.seen) > shown + 5)
+        assert asked == [1], "what was asked for, or refused, is not asked for again"
+        controller = job._runtime.controller
+        assert controller is not None and controller.invited == int(taken)
+    assert any("policy own: add 1 node: 1 is not enough" in notice for notice in job.notices)
+    assert sum("did not take a policy's request" in notice for notice in job.notices) == int(not taken)
+
+
+def test_where_there_are_no_nodes_it_is_said_once(endless: Callable[..., Job]) -> None:
+    policy = Own(Decision("scale_out", "1 is not enough", nodes=1))
+    with endless(policy, nodes_max=3) as job:
+        until(job, lambda: policy.seen and policy.seen[-1].coming)
+        shown = len(policy.seen)
+        until(job, lambda: len(policy.seen) > shown + 5)
+    assert len([notice for notice in job.notices if "there are no nodes that a policy could add" in notice]) == 1
+
+
+@pytest.mark.parametrize(("which", "chosen"), [((), "b"), (("c",), "c")])
+def test_a_policy_gives_nodes_back(endless: Callable[..., Job], which: tuple[str, ...], chosen: str) -> None:
+    policy = Own(nothing("not yet"))
+    with endless(policy, nodes_max=3) as job:
+        runtime = job._runtime
+        until(job, lambda: policy.seen)
+        runtime.post(NodesChanged(runtime.clock(), tuple(NodeInfo(n, cores=1) for n in "abc")))
+        until(job, lambda: policy.seen[-1].staying == ("a", "b", "c"))
+        assert runtime.controller is not None
+        assert runtime.controller.routing.homes == {0: "a"}
+        policy.decision = Decision("scale_in", "1 has nothing to do", nodes=1, which=which)
+        until(job, lambda: len(policy.seen[-1].staying) < 3)
+    (first, *_) = [record.event for record in job.journal() if isinstance(record.event, LeaveRequested)]
+    assert first.nodes == (chosen,)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "live", "files"),
+    [(None, True, {".delta"}), (Baseline(stop_and_copy=True, full_snapshots=True), False, {".base"})],
+)
+def test_the_ways_of_others_are_there_for_comparison(
+    baseline: Baseline | None, live: bool, files: set[str], tmp_path: Path
+) -> None:
+    sink = ps.memory()
+    config = ps.Config(
+        epoch_rows=10, checkpoint=str(tmp_path), checkpoint_interval_s=0.0, deltas_max=1_000, control=False
+    )
+    job = start(counting(testing.rows(FRAME), sink), engine="local", config=config, baseline=baseline)
+    job.wait()
+    assert last_counts(sink.frame()) == dict.fromkeys(["k0", "k1", "k2", "k3", "k4"], 20)
+    controller = job._runtime.controller
+    assert controller is not None and controller.settings.live is live
+    assert {path.suffix for path in (tmp_path / "state" / "count").iterdir()} == files
+
+
+def test_users_cannot_ask_for_the_ways_of_others() -> None:
+    flow = counting(testing.rows(FRAME), ps.memory())
+    for setting in ({"baseline": Baseline(stop_and_copy=True)}, {"moves": "stop"}, {"checkpoints": "full"}):
+        for run in (ps.run, ps.run_local):
+            with pytest.raises((ConfigError, TypeError), match=next(iter(setting))):
+                run(flow, **setting)

@@ -175,6 +175,18 @@ def test_only_the_listed_parts_of_the_attempt_count(tmp_path: Path) -> None:
     assert_frame_equal(read_output(out).drop("epoch"), FRAME[:1])
 
 
+def test_a_task_that_was_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    sink = parquet(out)
+    sink.open(context())
+    run(sink, 1, 1, p0=FRAME)
+    stage(sink, 1, 1, {"1": FRAME})  # it writes when its epoch is committed already
+    (out / "_staging" / ".keep").touch()
+    stage(sink, 3, 1, {"0": FRAME})  # an epoch to come
+    run(sink, 2, 1, p0=FRAME)
+    assert sorted(os.listdir(out / "_staging")) == [".keep", "3-1"]
+
+
 def test_a_part_that_is_missing(tmp_path: Path) -> None:
     sink = parquet(tmp_path / "out")
     sink.open(context())
@@ -279,6 +291,39 @@ def test_an_object_store(tmp_path: Path, format: str) -> None:
     MAKERS[format](out).open(context(resumed=True))
     with pytest.raises(SinkError, match="another job"):
         MAKERS[format](out).open(context(job_id="job-2"))
+
+
+def test_an_object_store_keeps_no_parts_of_attempts_that_were_given_up(tmp_path: Path) -> None:
+    import fsspec
+
+    out = f"memory://{tmp_path.name}/out"
+    sink = parquet(out)
+    sink.open(context())
+    stage(sink, 1, 1, {"0": FRAME, "1": FRAME})
+    run(sink, 1, 2, p0=FRAME[:2])
+    run(sink, 1, 3, p0=FRAME[:2], p1=FRAME[:0])  # the driver had died before it could say that epoch 1 is there
+    stage(sink, 2, 3, {"0": FRAME})
+    sink.commit(2, 4, [])
+    left = [name.partition("/out/")[2] for name in fsspec.filesystem("memory").find(f"/{tmp_path.name}/out")]
+    assert left == ["_committed/000000000001.json", "_penstock.json", "epoch=000000000001/part-0.a2.parquet"]
+    assert_frame_equal(read_output(out).drop("epoch"), FRAME[:2])
+
+
+def test_a_part_that_an_object_store_will_not_remove_fails_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def refuse(self: MemoryFileSystem, path: str) -> None:
+        raise PermissionError(path)
+
+    out = f"memory://{tmp_path.name}/out"
+    sink = parquet(out)
+    sink.open(context())
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", refuse)
+    for attempt in (1, 2):
+        run(sink, 1, attempt, p0=FRAME)
+    assert_frame_equal(read_output(out).drop("epoch"), FRAME)
 
 
 # ------------------------------------------------------------ on the driver

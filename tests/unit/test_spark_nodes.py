@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.control.events import NodesChanged
+from penstock.control.events import NodeInfo, NodesChanged
 from penstock.engines.spark import engine as module
 from penstock.engines.spark.admission import ALL, EVERY_S, HOLD_S_MAX, Admission, has_master
-from penstock.engines.spark.engine import SparkEngine
+from penstock.engines.spark.engine import DRIVER, SparkEngine
+from penstock.errors import ConfigError
 from penstock.plan import compile_flow
 from penstock.state.store import MemoryStore
 
@@ -55,10 +56,10 @@ class FakeJvm:
         return True  # they take a while to go
 
 
-def engine_on(jvm: FakeJvm, **settings: str) -> tuple[SparkEngine, list[Any]]:
+def engine_on(jvm: FakeJvm, config: ps.Config | None = None, **settings: str) -> tuple[SparkEngine, list[Any]]:
     flow = ps.Flow("f")
     flow.source("in", ps.words(rows=1)).key_by("word").aggregate("n", n=ps.count()).sink("out", ps.memory())
-    engine = SparkEngine(compile_flow(flow.graph()), "j", MemoryStore(), "fail", ps.Config())
+    engine = SparkEngine(compile_flow(flow.graph()), "j", MemoryStore(), "fail", config or ps.Config())
     posted: list[Any] = []
     engine.jvm, engine.post = jvm, posted.append  # type: ignore[assignment]
     conf = SimpleNamespace(get=lambda key, default: settings.get(key, default))
@@ -235,3 +236,54 @@ def test_who_is_gone_is_told_without_listing_those_who_are_there(monkeypatch: py
     jvm.alive.remove("2")
     monkeypatch.setattr(jvm, "executors", lambda: pytest.fail("it takes a tenth of a second"))
     assert engine._look() and names(posted[-1]) == ["0", "1"]
+
+
+# -- fault zones -------------------------------------------------------------------------------------------------------
+
+
+class Hosts(FakeJvm):
+    """Executors on hosts: 0 on the first, 1 on the second, and so on."""
+
+    def __init__(self, *hosts: str) -> None:
+        super().__init__(len(hosts), room=len(hosts))
+        self.hosts = hosts
+
+    def executors(self) -> dict[str, tuple[str, int]]:
+        return {i: (self.hosts[int(i)], 2) for i in self.alive}
+
+
+def zones_as(text: str) -> ps.Config:
+    return ps.Config.load(None, {}, environ={"PENSTOCK_ZONES": text})
+
+
+def test_zones_as_text_reach_the_nodes_and_who_is_in_none_has_his_host() -> None:
+    config = zones_as("host-a=rack-1; host-b = rack-1 ;")
+    assert config.zones == {"host-a": "rack-1", "host-b": "rack-1"}
+    engine, posted = engine_on(Hosts("host-a", "host-b", "host-c"), config)
+    nodes = (
+        NodeInfo("0", "host-a", "rack-1", 2),
+        NodeInfo("1", "host-b", "rack-1", 2),
+        NodeInfo("2", "host-c", "host-c", 2),
+    )
+    assert engine.nodes() == nodes
+    engine.jvm.alive.remove("0")  # type: ignore[attr-defined]
+    assert engine._look() and posted[-1].nodes == nodes[1:], "and stay with them in what the controller is told"
+
+
+def test_without_zones_a_host_is_one() -> None:
+    engine, _ = engine_on(Hosts("host-a", "host-a", "host-b"))
+    assert [node.zone for node in engine.nodes()] == ["host-a", "host-a", "host-b"]
+
+
+def test_in_local_mode_there_is_one_node_and_no_zone() -> None:
+    engine, _ = engine_on(Hosts("host-a"), zones_as("host-a=rack-1"))
+    engine.executors = {}
+    engine.session.sparkContext.defaultParallelism = 3
+    assert engine.nodes() == (NodeInfo(DRIVER, cores=3),)
+
+
+@pytest.mark.parametrize("text", ["host-a", "host-a=", "=rack-1", "host-a=rack-1;host-b"])
+def test_zones_that_are_no_pairs_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        zones_as(text)
+    assert "host-a=rack-1;host-b=rack-2" in caught.value.remedy

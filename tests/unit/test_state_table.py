@@ -456,3 +456,63 @@ def test_a_column_holds_its_fill_wherever_nothing_was_written() -> None:
             assert set(column.array[:size].tolist()) == {fill}
             column.array[5:size] = 1
             column.clear(0, size)
+
+
+def snapshot(n: int, *names: str, gone: bool = False) -> pl.DataFrame:
+    keys = words(*names)
+    values = [pl.Series("n", [n] * keys.height), pl.Series(DELETED, [gone] * keys.height)]
+    return pl.DataFrame([pl.Series(HASH, hash_columns(keys, ["w"])), *keys.get_columns(), *values])
+
+
+def test_rows_that_were_brought_wait_until_somebody_asks() -> None:
+    """Three layers: the last row of a key counts, and a tombstone takes it away."""
+    table = KeyedTable(WORDS)
+    table.bring([snapshot(1, "a", "b", "c"), snapshot(2, "b", "d"), snapshot(3, "c", gone=True)])
+    assert (table.rows_live, table.rows_waiting, table.rows_held) == (3, 3, 0)
+    rows = find(table, words("b", "c", "x"))
+    assert table.column("n")[rows[:1]].tolist() == [2] and rows[1:].tolist() == [-1, -1]
+    assert table.rows_waiting == 2, "nobody asked for the others"
+    assert sorted(table.live_hashes()) == sorted(hash_columns(words("a", "b", "d"), ["w"]))
+    table.validate()
+    assert table.seal(1).rows == 0, "to ask for a row does not make it dirty"
+    assert contents(table) == {"a": 1, "b": 2, "d": 2} and table.rows_waiting == 0
+
+
+def test_rows_that_wait_are_undone_and_dropped_as_if_they_were_here() -> None:
+    table = KeyedTable(WORDS)
+    table.bring([snapshot(5, "a", "b", "c")])
+    _, new = table.upsert(hash_columns(words("a"), ["w"]), words("a"))
+    assert not new.any(), "it has been here all the time"
+    add(table, words("a"), 4)
+    assert table.undo_to(0)
+    assert table.column("n")[find(table, words("a"))].tolist() == [5]
+    table.drop_slices(range(4), 4)
+    assert table.rows_live == 0 and contents(table) == {}
+
+
+def test_rows_that_are_loaded_over_those_that_wait_win() -> None:
+    table = KeyedTable(WORDS)
+    table.bring([snapshot(5, "a", "b")])
+    table.load(snapshot(6, "b", "c"))
+    assert contents(table) == {"a": 5, "b": 6, "c": 6}
+
+
+def test_a_frame_without_a_column_that_others_have_may_be_brought() -> None:
+    table = KeyedTable(WORDS)
+    table.bring([snapshot(5, "a", "b").drop("n"), snapshot(6, "b")])
+    assert contents(table) == {"a": 0, "b": 6}
+
+
+def test_waking_moves_no_rows_and_leaves_nothing_behind() -> None:
+    table = KeyedTable(WORDS)
+    names = many(1_000)["w"].to_list()
+    table.bring([snapshot(1, *names[:600]), snapshot(2, *names[300:])])
+    some = words(*names[::100])
+    rows = add(table, some, 0)
+    before = table.nbytes
+    for _ in range(200):
+        table.wake(10)
+    assert table.rows_waiting == 0 and not table._waiting and table.nbytes < before
+    assert find(table, some).tolist() == rows.tolist()
+    assert contents(table) == {name: 1 if i < 300 else 2 for i, name in enumerate(names)}
+    table.validate()

@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 import penstock as ps
+from penstock.engines import task
 from penstock.engines.task import MANIFEST_NAME, TaskSpec, Worker, pack_blob, split_by_owner, unpack_blob
 from penstock.operators.base import HASH, NEVER
 from penstock.plan import compile_flow
@@ -63,6 +64,12 @@ class Rig:
         files = tuple(DeltaFile(**d["file"]) for d in deltas if d["file"] is not None)
         manifest = Manifest("job", "f", {}, epoch, files={"count": files})
         self.store.put(MANIFEST_NAME.format(epoch), manifest.to_bytes())
+
+    def lose(self) -> None:
+        """One epoch, a checkpoint of it, and the container is gone."""
+        ran, _ = self.count(1, seal=True)
+        self.checkpoint(1, [*ran.deltas, *self.worker.flush(self.spec("count", 1)).deltas], [0] * SLICES)
+        self.worker.containers.clear()
 
 
 def test_blobs_keep_their_origin_and_drop_empty_frames() -> None:
@@ -130,9 +137,8 @@ def test_a_new_attempt_goes_back_to_the_checkpoint() -> None:
 def test_a_delta_says_which_input_it_reflects() -> None:
     rig = Rig()
     rig.count(1)
-    rig.count(2, seal=True, progress={"in": {"row": 8}})
-    report = rig.worker.flush(rig.spec("count", 2))
-    (file,) = (d["file"] for d in report.deltas)
+    ran, _ = rig.count(2, seal=True, progress={"in": {"row": 8}})
+    (file,) = (d["file"] for d in [*ran.deltas, *rig.worker.flush(rig.spec("count", 2)).deltas])
     header = decode_header(rig.store.get(file["name"]), file["name"])
     assert header["progress"] == {"in": {"row": 8}} and header["epoch_to"] == 2
 
@@ -149,8 +155,8 @@ def test_a_new_attempt_whose_checkpoint_was_never_sealed_here_is_missing() -> No
     rig.count(1)
     rig.count(2)
     assert rig.count(3, attempt=2, checkpoint=1)[0].missing
-    with pytest.raises(FileNotFoundError):  # the world's error: recovery decides
-        rig.count(3, attempt=2, checkpoint=2)
+    error = rig.count(3, attempt=2, checkpoint=2)[0].error
+    assert error is not None and error.kind == "CheckpointError" and "is missing from the checkpoint" in error.message
 
 
 def test_a_flush_seals_and_waits_for_every_delta() -> None:
@@ -222,6 +228,30 @@ def test_a_container_that_keeps_some_slices_loads_only_the_new_ones() -> None:
     report, counts = rig.count(2, [rig.source(2)[0]], checkpoint=1)
     assert counts == {"a": (4, 10), "b": (2, 4), "c": (2, 6)}
     assert report.load_ms > 0
+
+
+def test_rows_of_slices_that_come_up_are_taken_in_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "WAKE_ROWS", 1)
+    rig = Rig()
+    rig.lose()
+    only_a = rig.source(2, split={"first": 0, "last": 1})[0]
+    report, counts = rig.count(2, [only_a], attempt=2, checkpoint=1)
+    table = rig.worker.containers["count", 0].table
+    assert counts == {"a": (3, 6)} and report.state_rows == 3
+    assert (table.rows_held, table.rows_waiting) == (1, 2), "nobody has asked for the others"
+    rig.count(3, [only_a], attempt=2, checkpoint=1)
+    assert (table.rows_held, table.rows_waiting) == (2, 1), "they come a few with each epoch"
+    report, counts = rig.count(4, attempt=2, checkpoint=1)
+    assert counts == {"a": (6, 12), "b": (2, 4), "c": (2, 6)} and report.state_rows == 3
+
+
+def test_more_rows_than_may_wait_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "WAITING_ROWS_MAX", 2)
+    rig = Rig()
+    rig.lose()
+    assert rig.count(2, [], attempt=2, checkpoint=1)[0].state_rows == 3
+    table = rig.worker.containers["count", 0].table
+    assert (table.rows_held, table.rows_waiting) == (3, 0)
 
 
 def test_a_container_that_stands_elsewhere_is_loaded_afresh() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from penstock.control.events import (
     CoresRequested,
     Flush,
     LeaveRequested,
+    MoveRequested,
     NodeInfo,
     NodesChanged,
     RebalanceRequested,
@@ -302,17 +305,35 @@ def test_no_more_instances_than_the_job_has_cores() -> None:
     assert COUNT not in d.controller.resizes
 
 
-def test_in_the_middle_of_a_recovery_it_waits_for_its_end() -> None:
+@pytest.mark.parametrize(
+    ("order", "told", "done"),
+    [
+        (CoresRequested(0.0, "a", 1), "the change of the cores of node a to 1", lambda to: set(to) == {0, 4}),
+        (RescaleRequested(0.0, COUNT, 2), "the rescale of 'count' to 2", lambda to: set(to) == {0, 1}),
+        (MoveRequested(0.0, COUNT, {0: 2, 1: 2}), "the move of slices 0, 1 of 'count'", lambda to: to[:2] == (2, 2)),
+        (LeaveRequested(0.0, ("a",)), "the departure of node a", lambda to: set(to) == {4}),
+    ],
+    ids=["set_cores", "rescale", "migrate", "scale_in"],
+)
+def test_an_order_in_the_middle_of_a_recovery_waits_for_its_end_and_that_is_told(
+    order: Any, told: str, done: Callable[[Any], bool]
+) -> None:
     d = house(4)
+    d.come("c")  # with container 4
     number = d.begin()
     d.lose("b")
     assert d.controller.phase == "recovering"
-    cores(d, "a", 1)
-    assert d.controller.cores == {"a": 1} and not d.phases
+    before = d.controller.routing.owners
+    assert not done(before[COUNT])
+    d.step(replace(order, now=d.now))
+    assert d.said[-1] == f"{told} waits for the end of the recovery"
+    assert d.controller.phase == "recovering" and d.controller.routing.owners == before
     d.run_again()
     settle(d)
-    assert d.controller.published >= number and owners(d) == {0: SLICES}
-    assert d.controller.recoveries == 1
+    assert d.controller.published >= number and d.controller.recoveries == 1
+    assert done(d.controller.routing.owners[COUNT])
+    d.step(replace(order, now=d.now))
+    assert sum("waits for the end" in text for text in d.said) == 1, "now there is nothing to wait for"
 
 
 def test_a_failure_while_containers_are_emptied() -> None:
@@ -476,7 +497,7 @@ def test_a_job_refuses_what_cannot_be() -> None:
     flow, _ = counting([{"word": "a"}])
     job = start(flow, engine="local", config=ps.Config(instances=2, control=False))
     assert job.wait(60)
-    with pytest.raises(ConfigError, match="not running"):
+    with pytest.raises(ConfigError, match="the job is complete"):
         job.set_cores("local", 1)
     with pytest.raises(ConfigError, match="no number of cores"):
         job.set_cores("local", 1.5)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ or holds anything else, is refused when the job starts: mixing two jobs' epochs 
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import io
 import json
@@ -339,9 +340,11 @@ class _LocalStore:
         self._drop_staging(epoch)
 
     def _drop_staging(self, epoch: int) -> None:
+        """Of this epoch and all before it: a task that was given up may write when its epoch is long committed."""
         staging = self._at(STAGING)
         for name in os.listdir(staging) if os.path.exists(staging) else ():
-            if name.split("-", 1)[0] == str(epoch):
+            number = name.partition("-")[0]
+            if number.isdigit() and int(number) <= epoch:
                 shutil.rmtree(os.path.join(staging, name), ignore_errors=True)
 
     def epochs(self) -> list[tuple[int, list[str]]]:
@@ -406,14 +409,16 @@ class _RemoteStore:
     def commit(self, epoch: int, attempt: int, files: Sequence[str]) -> None:
         fs, root = self._fs()
         marker = f"{COMMITTED}/{epoch:012d}.json"
-        if not files or fs.exists(f"{root}/{marker}"):
-            return
-        self.put(marker, json.dumps({"epoch": epoch, "files": sorted(files, key=_natural)}).encode())
+        if fs.exists(f"{root}/{marker}"):  # by an attempt that died before it could say so, or clean up
+            files = json.loads(self.get(marker))["files"]
+        elif files:
+            self.put(marker, json.dumps({"epoch": epoch, "files": sorted(files, key=_natural)}).encode())
         fs.invalidate_cache()
         listed = {f.rpartition("/")[2] for f in files}
-        for name in fs.find(f"{root}/{epoch_name(epoch)}"):
-            if str(name).rpartition("/")[2] not in listed:
-                fs.rm_file(name)
+        with contextlib.suppress(OSError):  # what is in no marker costs room and no more: a job must not fail of it
+            for name in fs.find(f"{root}/{epoch_name(epoch)}"):
+                if str(name).rpartition("/")[2] not in listed:
+                    fs.rm_file(name)
 
     def epochs(self) -> list[tuple[int, list[str]]]:
         fs, root = self._fs()

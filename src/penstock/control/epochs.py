@@ -12,6 +12,16 @@ from penstock.state.checkpoint import DeltaFile
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """The ways of others, in the same engine: for comparison, in benchmarks and tests only. No setting leads here."""
+
+    stop_and_copy: bool = False
+    """For a rescale, or other cores of a node, everything stops, a checkpoint is taken, and the new owners load it."""
+    full_snapshots: bool = False
+    """Checkpoints write all of the state while everything waits."""
+
+
+@dataclass(frozen=True)
 class Settings:
     epochs_in_flight: int = 2
     checkpoint_interval_s: float = 2.0
@@ -26,13 +36,12 @@ class Settings:
     """Copies of each slice on other nodes, as far as there are nodes."""
     placement: str = "chained"
     live: bool = True
-    """Slices move while epochs run. False: everything stops, a checkpoint is taken, and the new owners load it: the
-    way of others, kept for comparison."""
+    """Slices move while epochs run. False: see ``Baseline.stop_and_copy``."""
     move_timeout_s: float = 600.0
     grows: bool = True
     """Nodes that come get containers. False: only those that were asked for, or that take a lost one's place."""
     full_snapshots: bool = False
-    """Checkpoints write all of the state while everything waits: also for comparison."""
+    """See ``Baseline``."""
     schedule: str = "load"
     """How slices are dealt out to the slots of a node, and to all containers."""
 

@@ -17,6 +17,7 @@ Three wishes pull at a backup's place, and they are granted in this order:
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -486,17 +487,16 @@ def spread(
     (a number for each slice) the sums are brought within about a tenth of their mean, as far as single slices allow.
     ``holding``, slice -> containers with a backup: of equally good moves, those to a holder, with nothing to copy.
     """
-    holding = holding or {}
     containers = sorted(p.container for p in peers)
     if not containers:
         raise EngineError(
             "there is no container to own the slices.", remedy="Start executors: every stage needs at least one."
         )
     if load is None or not any(load):
-        return _even_counts(owners, containers, holding)
+        return _even_counts(owners, containers, holding or {})
     assert len(load) == len(owners), f"{len(load)} loads for {len(owners)} slices"
     assert all(x >= 0 for x in load), "a load is negative or not a number"
-    return _even_loads(owners, containers, load, holding)
+    return _even_loads(owners, containers, load, holding or {})
 
 
 class Schedule(Protocol):
@@ -505,10 +505,17 @@ class Schedule(Protocol):
     @property
     def name(self) -> str: ...
 
-    def assign(self, owners: Sequence[int], slots: Sequence[Peer], load: Sequence[float] | None) -> tuple[int, ...]:
+    def assign(
+        self,
+        owners: Sequence[int],
+        slots: Sequence[Peer],
+        load: Sequence[float] | None,
+        holding: Mapping[int, Sequence[int]] | None = None,
+    ) -> tuple[int, ...]:
         """A slot for each slice; ``owners``: where they are now, ``load``: theirs, if it was measured.
 
-        What need not move should stay: a slot is a process of its own, so a slice that moves is copied.
+        What need not move should stay: a slot is a process of its own, so a slice that moves is copied. Unless it goes
+        to one of those ``holding`` a backup of it, which should be preferred where that is as even.
         """
         ...
 
@@ -518,8 +525,14 @@ class RoundRobin:
 
     name = "round_robin"
 
-    def assign(self, owners: Sequence[int], slots: Sequence[Peer], load: Sequence[float] | None) -> tuple[int, ...]:
-        return _even_counts(owners, sorted(p.container for p in slots), {}, in_turn=True)
+    def assign(
+        self,
+        owners: Sequence[int],
+        slots: Sequence[Peer],
+        load: Sequence[float] | None,
+        holding: Mapping[int, Sequence[int]] | None = None,
+    ) -> tuple[int, ...]:
+        return _even_counts(owners, sorted(p.container for p in slots), holding or {}, in_turn=True)
 
 
 class ByLoad:
@@ -530,8 +543,14 @@ class ByLoad:
 
     name = "load"
 
-    def assign(self, owners: Sequence[int], slots: Sequence[Peer], load: Sequence[float] | None) -> tuple[int, ...]:
-        return spread(owners, slots, load)
+    def assign(
+        self,
+        owners: Sequence[int],
+        slots: Sequence[Peer],
+        load: Sequence[float] | None,
+        holding: Mapping[int, Sequence[int]] | None = None,
+    ) -> tuple[int, ...]:
+        return spread(owners, slots, load, holding)
 
 
 _SCHEDULES: dict[str, Schedule] = {s.name: s for s in (RoundRobin(), ByLoad())}
@@ -555,20 +574,14 @@ def _even_counts(
     room = {c: share + (i < extra) - held[c] for i, c in enumerate(ranked)}
     surplus = {c: max(0, -room[c]) if c in room else n for c, n in held.items()}
     result: list[int | None] = list(owners)
-    for s, c in enumerate(owners):
-        near = [h for h in holding.get(s, ()) if room.get(h, 0) > 0] if surplus[c] else []
-        if near:
-            result[s] = into = max(near, key=lambda h: (room[h], -h))
-            room[into] -= 1
-            surplus[c] -= 1
     for s in reversed(range(len(owners))):
-        c = owners[s]
-        if result[s] == c and surplus[c]:
+        if surplus[owners[s]]:
             result[s] = None
-            surplus[c] -= 1
+            surplus[owners[s]] -= 1
     rows = [[c] * room[c] for c in containers]
     gaps = iter(_taking_turns(rows) if in_turn else [c for row in rows for c in row])
-    return tuple(next(gaps) if c is None else c for c in result)
+    even = [next(gaps) if c is None else c for c in result]
+    return _to_holders(owners, even, containers, [1] * len(owners), (share, share + (extra > 0)), holding)
 
 
 def _even_loads(
@@ -593,14 +606,79 @@ def _even_loads(
     mean = _fair_share(load, len(containers))
     # Every step brings two sums closer to each other, so it cannot go on for ever; the limit is for rounding.
     for _ in range(4 * len(owners)):
-        step = _next_step(result, sums, load, mean, holding)
+        step = _next_step(result, sums, load, mean)
         if not step:
             break
         for s, into in step:
             sums[result[s]] -= load[s]
             sums[into] += load[s]
             result[s] = into
+    return _to_holders(owners, result, containers, load, _bounds(mean), holding)
+
+
+def _to_holders(
+    owners: Sequence[int],
+    placed: Sequence[int],
+    containers: Sequence[int],
+    load: Sequence[float],
+    bounds: tuple[float, float],
+    holding: Mapping[int, Sequence[int]],
+) -> tuple[int, ...]:
+    """A spread as good as ``placed`` with less to copy: what moves goes to who holds it.
+
+    A slice on the move goes to its holder instead; or changes places with another on the move; or stays, and one of its
+    neighbours goes, which is held where it would have gone. So there are no more moves than before. No container gets
+    out of ``bounds``, or further out than one of the two was: within them, sums are as even as they need be.
+    """
+    result = list(placed)
+    low, high = bounds
+    sums = dict.fromkeys(containers, 0.0)
+    coming: dict[int, list[int]] = {c: [] for c in containers}
+    staying: dict[int, list[int]] = {c: [] for c in {*containers, *owners}}
+
+    def put(s: int, c: int) -> None:
+        result[s] = c
+        sums[c] += load[s]
+        insort((staying if c == owners[s] else coming)[c], s)
+
+    def lift(s: int) -> None:
+        c = result[s]
+        sums[c] -= load[s]
+        (staying if c == owners[s] else coming)[c].remove(s)
+
+    def bears(a: int, b: int, shift: float) -> bool:
+        before, after = (sums[a], sums[b]), (sums[a] - shift, sums[b] + shift)
+        return max(after) <= max(high, *before) and min(after) >= min(low, *before)
+
+    def copied(s: int, c: int) -> bool:
+        return c != owners[s] and c not in holding.get(s, ())
+
+    def cheaper(s: int) -> Step:
+        here, home = result[s], owners[s]
+        near = sorted((h for h in holding.get(s, ()) if h in sums), key=lambda h: (sums[h], h))
+        for h in near:
+            if bears(here, h, load[s]):
+                return ((s, h),)
+        for h in near:
+            for t in coming[h]:
+                if (copied(t, h) or not copied(t, here)) and bears(here, h, load[s] - load[t]):
+                    return ((s, h), (t, here))
+        for t in staying[home]:
+            if here in holding.get(t, ()) and bears(here, home, load[s] - load[t]):
+                return ((s, home), (t, here))
+        return ()
+
+    for s, c in enumerate(placed) if holding else ():
+        put(s, c)
+    for s in range(len(owners)) if holding else ():
+        for t, into in cheaper(s) if copied(s, result[s]) else ():
+            lift(t)
+            put(t, into)
     return tuple(result)
+
+
+def _bounds(mean: float) -> tuple[float, float]:
+    return mean * (1 - LOAD_TOLERANCE), mean * (1 + LOAD_TOLERANCE)
 
 
 def _fair_share(load: Sequence[float], containers: int) -> float:
@@ -618,15 +696,9 @@ Step = tuple[tuple[int, int], ...]
 """Slices and where they go: one move, or two that change places."""
 
 
-def _next_step(
-    owners: Sequence[int],
-    sums: Mapping[int, float],
-    load: Sequence[float],
-    mean: float,
-    holding: Mapping[int, Sequence[int]],
-) -> Step:
+def _next_step(owners: Sequence[int], sums: Mapping[int, float], load: Sequence[float], mean: float) -> Step:
     """What helps the heaviest or the lightest most; if nothing does, those next to them. Moves before exchanges."""
-    high, low = mean * (1 + LOAD_TOLERANCE), mean * (1 - LOAD_TOLERANCE)
+    low, high = _bounds(mean)
     over = sorted((c for c in sums if sums[c] > high), key=lambda c: (-sums[c], c))
     under = sorted((c for c in sums if sums[c] < low), key=lambda c: (sums[c], c))
     mine = _slices_by(owners)
@@ -635,7 +707,7 @@ def _next_step(
         return max(0.0, x - high) + max(0.0, low - x)
 
     def best(pairs: Iterable[tuple[int, int]], exchange: bool) -> Step:
-        found: tuple[tuple[float, int, float, int, int], Step] | None = None
+        found: tuple[tuple[float, float, int, int], Step] | None = None
         for a, b in pairs:
             before = excess(sums[a]) + excess(sums[b])
             for s, t in product(mine.get(a, ()), mine.get(b, ()) if exchange else (None,)):
@@ -646,8 +718,7 @@ def _next_step(
                 if max(less, more) >= sums[a] * (1 - 1e-9):
                     continue
                 step: Step = ((s, b),) if t is None else ((s, b), (t, a))
-                copied = sum(into not in holding.get(x, ()) for x, into in step)
-                rank = (after - before, copied, abs(less - mean) + abs(more - mean), s, b)
+                rank = (after - before, abs(less - mean) + abs(more - mean), s, b)
                 if found is None or rank < found[0]:
                     found = (rank, step)
         return found[1] if found else ()

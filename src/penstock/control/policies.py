@@ -14,7 +14,7 @@ Adding a strategy is one class with ``name`` and ``decide``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -39,7 +39,7 @@ class Limits:
     """None: as many as there are cores, if that is known."""
     nodes_min: int = 1
     nodes_max: int | None = None
-    """None: nodes are not the policy's to ask for."""
+    """None: nodes are not the policy's to ask for, nor to give back."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Observation:
 
     now: float
     rows_in_s: float
-    """What the sources offer. Where that is not known, what is processed: a job at its limit then grows by steps."""
+    """What the sources offer. A running job does not know it and says what is processed: at its limit it grows by
+    steps."""
     rows_s: float
     """What is processed."""
     capacity_rows_s: float | None = None
@@ -62,13 +63,26 @@ class Observation:
     busy_containers: Mapping[tuple[str, int], float] = field(default_factory=dict)
     load: Mapping[tuple[str, int], float] = field(default_factory=dict)
     """(stage, slice) -> its share of the work, in any unit."""
+    input_s: Mapping[str, float] = field(default_factory=dict)
+    """Rows a second that come to each stage; of a source, that it reads."""
+    execution_s: Mapping[str, float] = field(default_factory=dict)
+    """Rows a second that each stage would get done if it worked all the time; stages that did nothing are left out."""
+    edges: Sequence[tuple[str, str]] = ()
+    """(upstream, downstream) stages, in topological order."""
     instances: Mapping[str, int] = field(default_factory=dict)
     """Containers of each stage."""
     owners: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Keyed stages: the container of each slice."""
+    homes: Mapping[int, str] = field(default_factory=dict)
+    """The node of each container: those of one number live together, whatever their stage."""
     nodes: int = 1
+    """Without those that are about to leave."""
+    staying: tuple[str, ...] = ()
+    """Their names: what may be given back."""
+    coming: int = 0
+    """Nodes that were asked for and are not there."""
     cores: int | None = None
-    """Of all nodes together."""
+    """Of all nodes together, without those that are about to leave."""
     slots: int | None = None
     """Containers of a stage that may work at all, by what people said of the cores of nodes; None: no limit."""
     usable: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -80,6 +94,7 @@ class Observation:
     @staticmethod
     def of(status: JobStatus, now: float, **more: Any) -> Observation:
         """What a status already says; ``more`` adds or replaces fields (owners, busy_containers, load, cores ...)."""
+        nodes = [n for n in status.nodes if n.get("state") != "leaving"]
         known = {
             "rows_in_s": status.rows_s,
             "rows_s": status.rows_s,
@@ -87,9 +102,12 @@ class Observation:
             "latency_ms_p99": status.latency_ms_p99,
             "queue": {stage.id: stage.queue for stage in status.operators},
             "busy": {stage.id: stage.busy for stage in status.operators},
+            "input_s": {stage.id: stage.rows_in_s for stage in status.operators},
+            "execution_s": {stage.id: stage.rows_in_s / stage.busy for stage in status.operators if stage.busy > 0},
             "instances": {stage.id: stage.instances for stage in status.operators},
-            "nodes": max(1, len(status.nodes)),
-            "cores": sum(int(n.get("limit") or n["cores"]) for n in status.nodes if n.get("cores")) or None,
+            "nodes": max(1, len(nodes)),
+            "staying": tuple(n["name"] for n in nodes),
+            "cores": sum(int(n.get("limit") or n["cores"]) for n in nodes if n.get("cores")) or None,
             "moving": len(status.moves),
         }
         return Observation(now=now, **{**known, **more})
@@ -111,7 +129,12 @@ class Observation:
     def instances_max(self, stage: str) -> int:
         """The most that the limits, the cores and the slices of the stage allow."""
         most = min(self.limits.instances_max or self.cores or 4096, self.slots or 4096)
-        return max(1, min(most, len(self.owners[stage]) if stage in self.owners else most))
+        return max(1, min(most, self.instances_ever(stage)))
+
+    def instances_ever(self, stage: str) -> int:
+        """The same, were there as many nodes as one likes."""
+        most = self.limits.instances_max or 4096
+        return min(most, len(self.owners[stage])) if stage in self.owners else most
 
 
 @dataclass(frozen=True)
@@ -132,6 +155,8 @@ class Decision:
     """rescale: stage -> its new number of containers that own slices (of tasks, for a source)."""
     nodes: int = 0
     """scale_out, scale_in: how many nodes more, or fewer."""
+    which: tuple[str, ...] = ()
+    """scale_in: exactly these nodes, the first ones first if not all may go. Empty: those with the fewest slices."""
     moves: tuple[Move, ...] = ()
     """Exactly these slices change their owner. A rescale without them spreads the slices evenly."""
     held: Decision | None = None
@@ -153,6 +178,8 @@ class Decision:
             return f"move {len(self.moves)} slice{'s' * (len(self.moves) != 1)} of {self.stage}"
         if self.kind == "nothing":
             return "nothing"
+        if self.kind == "scale_in" and self.which:
+            return f"remove node{'s' * (len(self.which) != 1)} {', '.join(self.which)}"
         return f"{'add' if self.kind == 'scale_out' else 'remove'} {self.nodes} node{'s' * (self.nodes != 1)}"
 
     def __str__(self) -> str:
@@ -182,17 +209,19 @@ class _Wish:
 def _resize(seen: Observation, wishes: Mapping[str, _Wish], content: str) -> Decision:
     """A decision for stages that wish for another number of instances. First make room; give back another time.
 
-    More containers than there are cores need nodes: those are asked for first, where that is allowed, and with no
-    wishes left a node is given back whose cores nobody uses. ``content``: what to say when all is well.
+    More containers than there are cores need nodes: those are asked for first, where that is allowed. Until they come
+    the cores there are must do. With no wishes left a node is given back whose cores nobody uses. ``content``: what to
+    say when all is well.
     """
     limits, per_node = seen.limits, max(1, (seen.cores or seen.nodes) // max(1, seen.nodes))
     growing = {stage: w for stage, w in wishes.items() if w.instances > seen.size(stage)}
     if growing:
-        most = max(w.instances for w in growing.values())
-        room = (limits.nodes_max or 0) - seen.nodes
-        if seen.cores is not None and most > seen.cores and room > 0:
+        useful = {stage: min(w.instances, seen.instances_ever(stage)) for stage, w in growing.items()}
+        stage = max(useful, key=lambda s: useful[s])
+        most, room = useful[stage], (limits.nodes_max or 0) - seen.nodes
+        if seen.cores is not None and most > seen.cores and room > 0 and not seen.coming:
             more = min(room, math.ceil((most - seen.cores) / per_node))
-            why = next(w.why for w in growing.values() if w.instances == most)
+            why = f"{stage}: {growing[stage].why}"
             reason = f"{why}: {most} instances wished for on {seen.cores} cores of {seen.nodes} nodes."
             return Decision("scale_out", reason, nodes=more)
         return _clamped(seen, growing)
@@ -434,7 +463,8 @@ class _StageRing:
             return nothing(f"{why}, but it has only one slice: its keys would have to be split")
         if active >= seen.instances_max(stage):
             allowed = seen.instances_max(stage)
-            if seen.cores is not None and active >= seen.cores and (seen.limits.nodes_max or 0) > seen.nodes:
+            full = seen.cores is not None and seen.cores <= active < seen.instances_ever(stage)
+            if full and (seen.limits.nodes_max or 0) > seen.nodes and not seen.coming:
                 return Decision("scale_out", f"{why}; {active} containers on {seen.cores} cores.", nodes=1)
             return nothing(f"{why}, but {active} containers of {allowed} allowed are in use")
         taken = {int(n) for n in self.ring.nodes}
@@ -486,7 +516,9 @@ def cpu_part(cpu: float, load: float, whole: float, slices: int) -> float:
 class Guarded:
     """Any policy, kept from haste. What it holds back it says.
 
-    * Nothing while slices are on their way, nor until ``cool_down_s`` after the last decision.
+    * Nothing while slices are on their way, nor until ``cool_down_s`` after the last decision; and no nodes are asked
+      for while others that were have not come.
+    * Nothing that cannot be: a stage or a node that is not there.
     * ``confirm`` observations in a row must agree on the direction.
     * No size outside the limits, no more than ``max_step`` times the size, up or down, at once.
     * To give back needs patience: the job must have been too large for the whole of a cool-down. Each time that what
@@ -504,7 +536,6 @@ class Guarded:
         confirm: int = 3,
         limits: Limits | None = None,
         max_step: float = 2.0,
-        dry_run: bool = False,
     ) -> None:
         assert confirm >= 1 and max_step > 1 and cool_down_s >= 0
         self.policy = policy
@@ -512,7 +543,6 @@ class Guarded:
         self.confirm = confirm
         self.limits = limits
         self.max_step = max_step
-        self.dry_run = dry_run
         self._decided_at: float | None = None
         self._given_back_at: float | None = None
         self._patience = 1
@@ -528,6 +558,8 @@ class Guarded:
         if self.limits is not None:
             seen = replace(seen, limits=self.limits)
         wish = self.policy.decide(seen)
+        if (wrong := _impossible(wish, seen)) is not None:
+            return self._hold(wish, wrong)
         direction = wish.direction(seen)
         if direction != self._direction:
             self._direction, self._agreed, self._since = direction, 0, seen.now
@@ -552,7 +584,7 @@ class Guarded:
         if step.kind == "nothing":
             return step
         self._remember(direction, seen.now)
-        return nothing(f"dry run, would {step}", step) if self.dry_run else step
+        return step
 
     def _hold(self, wish: Decision, why: str) -> Decision:
         return nothing(f"held back ({why}): {wish}", wish)
@@ -571,15 +603,16 @@ class Guarded:
         """The same decision, no larger than a step and within the limits: whatever the policy thought of them."""
         limits = seen.limits
         if wish.kind in ("scale_out", "scale_in"):
-            step = max(1, int(seen.nodes * (self.max_step - 1)))
-            if wish.kind == "scale_out":
-                nodes = min(wish.nodes, step, (limits.nodes_max or 0) - seen.nodes)
-            else:
-                nodes = min(wish.nodes, step, seen.nodes - limits.nodes_min)
+            if limits.nodes_max is None:
+                return self._hold(wish, "nodes are not the policy's: nodes_max is not set")
+            if wish.kind == "scale_out" and seen.coming:
+                return self._hold(wish, f"nodes that were asked for have not come: {seen.coming}")
+            wanted = len(wish.which) or wish.nodes
+            room = limits.nodes_max - seen.nodes if wish.kind == "scale_out" else seen.nodes - limits.nodes_min
+            nodes = min(wanted, max(1, int(seen.nodes * (self.max_step - 1))), room)
             if nodes <= 0:
-                allowed = "none more" if limits.nodes_max is None else f"{limits.nodes_min} to {limits.nodes_max}"
-                return self._hold(wish, f"{seen.nodes} nodes, {allowed} allowed")
-            return self._smaller(wish, nodes != wish.nodes, nodes=nodes)
+                return self._hold(wish, f"{seen.nodes} nodes, {limits.nodes_min} to {limits.nodes_max} allowed")
+            return self._smaller(wish, nodes != wanted, nodes=nodes, which=wish.which[:nodes])
         if wish.kind != "rescale":
             return wish
         changes: dict[str, int] = {}
@@ -602,8 +635,23 @@ class Guarded:
         return replace(smaller, reason=f"{wish.reason} A step at a time: {smaller.what()}.")
 
 
-def policy_from(config: Config, *, dry_run: bool = False) -> Guarded | None:
-    """The policy that the settings name, guarded; None if they name none."""
+def _impossible(wish: Decision, seen: Observation) -> str | None:
+    """Why a decision, of somebody's own policy perhaps, cannot be carried out."""
+    known: tuple[tuple[str, set[str], Collection[str]], ...] = (
+        ("stage", set(wish.instances), seen.instances),
+        ("stage with slices", {m.stage for m in wish.moves}, seen.owners),
+        ("node", set(wish.which), seen.staying),
+    )
+    for what, named, there in known:
+        if unknown := sorted(named - set(there)):
+            return f"there is no {what} '{unknown[0]}'"
+    if any(m.stage != wish.stage for m in wish.moves):
+        return "moves are those of one stage, which the decision names"
+    return None
+
+
+def policy_from(config: Config) -> Guarded | None:
+    """The policy that the settings name, or are given, guarded; None if there is none."""
     policies: dict[str, Policy] = {
         "safe-rate": SafeRate(),
         "target-latency": TargetLatency(float(config.target_latency_ms)),
@@ -612,8 +660,7 @@ def policy_from(config: Config, *, dry_run: bool = False) -> Guarded | None:
     if config.policy is None:
         return None
     return Guarded(
-        policies[config.policy],
+        policies[config.policy] if isinstance(config.policy, str) else config.policy,
         cool_down_s=config.policy_cool_down_s,
-        limits=Limits(config.instances_min, config.instances_max),
-        dry_run=dry_run,
+        limits=Limits(config.instances_min, config.instances_max, config.nodes_min, config.nodes_max),
     )

@@ -7,6 +7,7 @@ Both are one object with one state: a move waits for a checkpoint, and a checkpo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -47,6 +48,7 @@ GATHER_S = 10.0
 SWITCH_BYTES = 16 * 2**20
 """A container takes over about so much state of a stage in one epoch, and at least one slice: while it brings them up
 it does nothing else, and that must not take longer the more there is to move."""
+NOT_LIVE = "this baseline does not spread slices while the job runs; rescale a stage, or change a node's cores"
 
 
 class Shape:
@@ -84,6 +86,8 @@ class Shape:
         come. If they had one they would stay there for good."""
         self.invited = 0
         """Nodes that were asked for and have not come yet."""
+        self.nodes_most = 0
+        """The most nodes there were at once, without those that were given back: so many may come back."""
         self.bad_holders: set[str] = set()
         self.waiting_holders: set[tuple[StageId, int]] = set()
         """Containers that cannot read the checkpoint store just now. What they hold is still good."""
@@ -147,10 +151,13 @@ class Shape:
         if event.targets and self.settings.live and self.topology[event.stage].stateful:
             self.targets[event.stage] = (dict(event.targets), f"rescale to {event.instances}")
         self._house()
+        out = self._waits(f"the rescale of '{event.stage}' to {event.instances}")
         new = set(range(wanted)) - self._awake(event.stage)
-        if new:
-            return self._warm_up(event.stage, new)
-        return self._resize(event.stage, event.now)
+        return out + (self._warm_up(event.stage, new) if new else self._resize(event.stage, event.now))
+
+    def _waits(self, order: str) -> list[Command]:
+        """Whoever gave an order in the middle of a recovery is told that it was heard."""
+        return [Tell(f"{order} waits for the end of the recovery")] if self.recovering else []
 
     def _warm_up(self, stage: StageId, containers: Collection[int]) -> list[Command]:
         cold = tuple(c for c in sorted(containers) if (stage, c) not in self.warming | self.warmed)
@@ -200,7 +207,8 @@ class Shape:
         self.migration.expire(event.now, self.settings.move_timeout_s)  # one whose time is just up begins anew
         usable = {p.container for p in self.peers(stage)}
         targets = {s: c for s, c in event.targets.items() if c in usable and 0 <= s < self.routing.slices}
-        out = self._ask(stage, targets, event.now, event.reason)
+        out = self._waits(f"the move of slices {_listed(sorted(targets))} of '{stage}'") if targets else []
+        out += self._ask(stage, targets, event.now, event.reason)
         if left := sorted(event.targets.keys() - targets.keys()):
             out.append(Tell(f"slices {_listed(left)} of '{stage}' stay: no such slice, or no container to take it"))
         moves = self.migration.moves
@@ -209,8 +217,10 @@ class Shape:
         return out
 
     def _rebalance_requested(self, event: RebalanceRequested) -> list[Command]:
+        if not self.settings.live:
+            return [Tell(f"slices are not rebalanced: {NOT_LIVE}")]
         self.respread.add(event.reason)
-        return []
+        return self._waits("the rebalance")
 
     def _nodes_invited(self, event: NodesInvited) -> list[Command]:
         self.invited += event.count
@@ -220,10 +230,12 @@ class Shape:
         staying = set(self.nodes) - self.leaving - set(event.nodes)
         if not staying:
             return [Tell("somebody must stay: the nodes are not drained")]
+        if not self.settings.live:
+            return [Tell(f"the nodes are not drained: {NOT_LIVE}")]
         self.leaving |= set(event.nodes) & set(self.nodes)
         self.respread.add(f"{_named(event.nodes)} to leave")
         self._rehold()
-        out: list[Command] = []
+        out = self._waits(f"the departure of {_named(event.nodes)}")
         for source in [s for s in self.topology.stages if s.is_source]:
             out += self._warm_up(source.id, set(self._could_read(source.id, self.routing)) - self.up[source.id])
         return out
@@ -247,7 +259,7 @@ class Shape:
         if fresh:
             self._amend(homes={**homes, **dict.fromkeys(fresh, node)})
         slots = [*here, *fresh][:cores]
-        out: list[Command] = []
+        out = self._waits(f"the change of the cores of {_named([node])} to {cores}")
         for info in self.topology.stages:
             out += self._open_slots(info, slots, event.now)
         return out
@@ -361,7 +373,8 @@ class Shape:
         for stage in owners if self.cores else ():
             peers = self.peers(stage)
             if peers and not set(owners[stage]) <= {p.container for p in peers}:
-                owners[stage] = placement.spread(owners[stage], peers)  # type: ignore[assignment]
+                held = self.holding(stage, {p.container for p in peers})
+                owners[stage] = placement.spread(owners[stage], peers, holding=held)  # type: ignore[assignment]
         if owners != dict(self.routing.owners):
             self._set_routing(self.routing.change(owners=owners))
 
@@ -386,13 +399,23 @@ class Shape:
         seen = any(run.routing.version == self.routing.version for run in self.in_flight.values())
         self._set_routing(self.routing.change(**changes) if seen else replace(self.routing, **changes))
 
-    def _house(self, wanted: Collection[int] | None = None) -> None:
-        """Containers without a node get one, if there is one: all, or some. Who has one stays."""
+    def _house(self, wanted: Collection[int] | None = None, *, patient: bool = False) -> None:
+        """Containers without a node get one, if there is one: all, or some. Who has one stays. ``patient``: those that
+        own nothing wait for a node that has room for them. If they shared another's they would stay there for good,
+        and who comes next would find nothing to do.
+        """
         count = max([*self.routing.instances.values(), *self.resizes.values()])
         staying = {n.name: n.cores for n in self.nodes.values() if n.name not in self.leaving}
         current = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
         homes = placement.homes(count, staying, current, self.cores) if staying else current
         homes = {c: n for c, n in homes.items() if c in current or wanted is None or c in wanted}
+        if patient:
+            living, working = Counter(current.values()), self._working()
+            for c, n in list(homes.items()):
+                if c not in current:
+                    living[n] += 1
+                    if c not in working and living[n] > max(self._room()[n], math.ceil(count / self.nodes_most)):
+                        del homes[c]
         if self.short:
             self.short = len(fitting := within_slots(sorted(homes), homes, self._room())) < len(homes)
             homes = {c: homes[c] for c in fitting}
@@ -440,6 +463,8 @@ class Shape:
         before, self.nodes = set(self.nodes), {n.name: n for n in event.nodes}
         lost, new = before - set(self.nodes), set(self.nodes) - before
         parted = lost <= self.released
+        self.nodes_most = max(self.nodes_most, len(before)) - len(lost & self.released)
+        self.nodes_most = max(self.nodes_most, len(self.nodes))
         self.leaving &= set(self.nodes)
         self.bad_holders &= set(self.nodes)
         self.cores = {n: cores for n, cores in self.cores.items() if n in self.nodes}
@@ -457,7 +482,7 @@ class Shape:
         if not self.nodes:
             self.lost_all_at = event.now
         if new and not self._gathering(event.now):
-            self._house()
+            self._house(patient=True)
             spare = sorted(new - set(self.routing.homes.values()))
             wanted = spare if self.settings.grows else spare[: self.invited]
             self.invited = max(0, self.invited - len(spare))
@@ -594,7 +619,8 @@ class Shape:
         moving = {m.slice: m.target for m in self.migration.of(stage)}
         # What is on its way goes on if it can: else it would be copied for nothing.
         planned = [c if (c := moving.get(s, owner)) in usable else owner for s, owner in enumerate(owners)]
-        wanted = self.schedule.assign(planned, peers, self.load.weights(stage, len(owners)))
+        load = self.load.weights(stage, len(owners))
+        wanted = self.schedule.assign(planned, peers, load, self.holding(stage, usable))
         return self._ask(stage, {s: c for s, c in enumerate(wanted) if c != owners[s] or s in moving}, now, cause)
 
     def _spread_within(self, stage: StageId, node: str, now: float, cause: str) -> list[Command]:
@@ -607,7 +633,13 @@ class Shape:
         if not slots or not mine:
             return []
         load = self.load.weights(stage, len(owners))
-        wanted = self.schedule.assign([goal[s] for s in mine], slots, load and [load[s] for s in mine])
+        held = self.holding(stage, {p.container for p in slots})
+        wanted = self.schedule.assign(
+            [goal[s] for s in mine],
+            slots,
+            load and [load[s] for s in mine],
+            {i: held[s] for i, s in enumerate(mine) if s in held},
+        )
         targets = {s: c for s, c in zip(mine, wanted, strict=True) if c != owners[s] or s in moving}
         return self._ask(stage, targets, now, cause)
 

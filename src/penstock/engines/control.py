@@ -518,7 +518,7 @@ class Requests:
             "scale": self._change(self._scale),
             "migrate": self._change(self._migrate),
             "rebalance": self._change(self._rebalance),
-            "cancel": self._change(self._cancel),
+            "cancel": self._change(self._cancel, at_once=True),
         }
         if verb not in verbs:
             raise ConfigError(f"a job cannot '{verb}'.", remedy=f"It can {', '.join(verbs)}.")
@@ -537,7 +537,9 @@ class Requests:
 
     # -- changes
 
-    def _change(self, act: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    def _change(
+        self, act: Callable[[Mapping[str, Any]], str], at_once: bool = False
+    ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         def change(arguments: Mapping[str, Any]) -> dict[str, Any]:
             if not self._changing.acquire(timeout=CHANGE_S):
                 raise ControlError("another change is being made to the job.", remedy="Try again when it is done.")
@@ -547,7 +549,10 @@ class Requests:
                     raise ControlError("the job is starting.", remedy="Try again when it runs.")
                 if phase in OVER or phase == "stopping":
                     raise ControlError(f"the job is {phase}: it takes no changes any more.")
-                return {"said": act(arguments)}
+                said = act(arguments)
+                if phase == "recovering" and not at_once and arguments.get("dry_run") is not True:
+                    said += " The job is recovering: this waits for the end of that, and nothing moves before."
+                return {"said": said}
             finally:
                 self._changing.release()
 

@@ -90,9 +90,11 @@ class Job:
         self.wait()
 
     def rescale(self, uid: str, instances: int) -> None:
-        """Change the number of instances of the stage that operator ``uid`` runs in, while it runs."""
+        """Change the number of instances of the stage that operator ``uid`` runs in, while it runs. A job that is just
+        starting does it when it runs; during a recovery it waits for the end of that.
+        """
         stage = self._stage(uid, "rescale")
-        controller = self._runtime.controller
+        controller = self._running()
         if controller is not None:
             controller.routing.check(stage, instances)  # refuse here what cannot be
             controller.check_slots(stage, instances)
@@ -202,7 +204,15 @@ class Job:
         return StageId(stage.id)
 
     def _running(self) -> Controller | None:
-        return None if self._runtime.ended.is_set() else self._runtime.controller
+        """None while the job starts. One that has ended takes no orders, and says why."""
+        runtime = self._runtime
+        if runtime.ended.is_set():
+            why = f"failed: {runtime.error.message.removesuffix('.')}" if runtime.error else f"is {runtime.reason}"
+            raise ConfigError(
+                f"the job {why}. It takes no orders any more.",
+                remedy="Run the flow again: with the same checkpoint directory it goes on from there.",
+            )
+        return runtime.controller
 
     def _ready(self) -> Controller:
         controller = self._running()
@@ -223,7 +233,9 @@ def _nothing() -> None:
 
 
 def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **hooks: Any) -> Job:
-    """Check everything that can be checked, then run the flow in the background."""
+    """Check everything that can be checked, then run the flow in the background. ``hooks`` are the runtime's, for tests
+    and benchmarks: a clock, steps to die at, a ``Baseline`` to compare with.
+    """
     config = config or Config()
     if not isinstance(flow, Flow):
         raise FlowError(f"{flow!r} is not a flow.", remedy="Pass the ps.Flow object.")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -263,7 +263,7 @@ class Keeper:
                 kept.seeding.only(want)
             if kept.checkpoint == 0:
                 for number in backups.to_seed(0):  # before any input every slice is empty
-                    backups.seed(number, 0, [])
+                    backups.seed(number, 0, [], {})
             self._advance(kept)
 
     def _made(self, stage: str, told: _Told) -> _Stage:
@@ -375,7 +375,7 @@ class Keeper:
             return
         backups.memory_max = self._share(backups)
         for number, parts in seed.finished().items():
-            backups.seed(number, seed.checkpoint, parts)
+            backups.seed(number, seed.checkpoint, parts, seed.progress)
             self._counts["seeded"] += 1
         seed.limit(backups.memory_max)
         if not seed.slices:
@@ -388,8 +388,9 @@ class Keeper:
     def _begin(self, kept: _Stage) -> _Seed:
         checkpoint = kept.checkpoint
         slices = kept.backups.to_seed(checkpoint)
-        files = self._load_manifest(checkpoint).files_for(kept.stage, slices)
-        kept.seeding = _Seed(checkpoint, set(slices), files)
+        manifest = self._load_manifest(checkpoint)
+        progress = {source: read["offset"] for source, read in manifest.sources.items()}
+        kept.seeding = _Seed(checkpoint, set(slices), manifest.files_for(kept.stage, slices), progress)
         kept.backups.pinned = checkpoint
         return kept.seeding
 
@@ -492,6 +493,8 @@ class _Seed:
     slices: set[int]
     files: list[DeltaFile]
     """Yet to be read, in order."""
+    progress: Mapping[str, Any]
+    """source -> how far it had been read at the checkpoint"""
     parts: dict[int, list[pl.DataFrame]] = field(default_factory=dict)
     """Slice -> what was read of it, in order, each part more than twice as large as the next: merging every delta into
     all that came before it would take as long as there are deltas times the state."""

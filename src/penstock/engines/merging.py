@@ -21,7 +21,7 @@ from typing import Any
 import penstock
 from penstock.errors import PenstockError
 from penstock.state.checkpoint import CompactionTask, DeltaFile, merge_frames
-from penstock.state.codec import checksum, encode, read_slices
+from penstock.state.codec import checksum, decode, encode, select_slices
 from penstock.state.store import Store
 
 NICENESS = 10
@@ -48,10 +48,14 @@ Merging = Callable[[Store, Merge], DeltaFile]
 def merge_here(store: Store, merge: Merge) -> DeltaFile:
     task = merge.task
     frames = []
+    progress = None
     for file in task.inputs:
-        frames.append(read_slices(store.get(file.name), file.name, file.slices))
+        meta, frame = decode(store.get(file.name), file.name, file.slices)
+        frames.append(select_slices(meta, frame, file.slices))
+        if file.epoch_to == task.epoch_to:
+            progress = meta.get("progress")  # what the newest reflects, all of them together do
     merged = merge_frames(frames, merge.key, drop_deleted=task.drop_deleted)
-    data = encode(merge.meta, merged, slices_total=merge.slices)
+    data = encode({**merge.meta, "progress": progress}, merged, slices_total=merge.slices)
     store.put(merge.name, data)
     first, last = task.epoch_from, task.epoch_to
     return DeltaFile(

@@ -17,6 +17,7 @@ The checkpoint directory::
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -35,7 +36,7 @@ from penstock.config import Config
 from penstock.connectors.base import SinkContext, SourceContext, SourceRange
 from penstock.connectors.sinks import encode as encode_rows
 from penstock.control.controller import Controller
-from penstock.control.epochs import Settings
+from penstock.control.epochs import Baseline, Settings
 from penstock.control.events import (
     CancelAll,
     CollectGarbage,
@@ -51,9 +52,11 @@ from penstock.control.events import (
     Finish,
     Flush,
     HotSlices,
+    LeaveRequested,
     LogEpoch,
     ManifestWritten,
     MoveRequested,
+    NodesInvited,
     NothingNew,
     PlanEpoch,
     PublishEpoch,
@@ -102,6 +105,8 @@ HEARTBEAT_S = 10.0
 NOTICES_MAX = 200
 POLICY_S = 1.0
 """How often a policy is asked."""
+REFUSED_S = 600.0
+"""A cluster manager that refused nodes is not asked again by a policy for so long."""
 CLOCKED_EPOCH_S = 0.5
 """An idle flow with windows by the clock runs an empty epoch this often."""
 
@@ -140,10 +145,11 @@ class Runtime:
         heartbeat: Callable[[], None] = lambda: None,
         pool: Callable[[str], Executor] = lambda name: ThreadPoolExecutor(1, thread_name_prefix=name),
         unique: Callable[[], str] = lambda: uuid.uuid4().hex,
+        baseline: Baseline | None = None,
     ) -> None:
         """``heartbeat`` renews the hold on the checkpoint directory. ``trip`` is called with the name of each step of
         a commit: crash tests die there on purpose. ``pool`` makes the executors of planning and publishing, which work
-        strictly in order, and ``unique`` names: the simulator has its own.
+        strictly in order, and ``unique`` names: the simulator has its own. ``baseline`` is how benchmarks compare.
         """
         self.plan = plan
         self.config = config
@@ -162,6 +168,7 @@ class Runtime:
         self.logger = pool("penstock-log")
         self.publisher = pool("penstock-publish")
         self.unique = unique
+        self.baseline = baseline or Baseline()
         self.engine: Engine | None = None
         self.controller: Controller | None = None
         self.metrics: Metrics | None = None
@@ -180,6 +187,9 @@ class Runtime:
         """Said while the store is away."""
         self.policy: Policy | None = policy_from(config)
         self.policy_said: str | None = None
+        self.asking = 0
+        """Nodes that the policy asked for: without an answer, or refused and not to be asked for again yet."""
+        self.ask_again_at = math.inf
         durable = checkpoint_url is not None and config.checkpoint is not None
         self.journal = Journal(store if durable else None, config.journal_mb, wall_ms=wall_ms)
 
@@ -251,27 +261,81 @@ class Runtime:
         for stage_id in controller.routing.owners:
             for number, rate in enumerate(controller.load.of(stage_id, controller.routing.slices) or ()):
                 load[stage_id, number] = rate
-        decision = policy.decide(
-            Observation.of(
-                status,
-                now,
-                owners=owners,
-                busy_containers=self.metrics.busy_containers(status),
-                load=load,
-                slots=controller.slots(),
-                usable={s: [p.container for p in controller.peers(StageId(s))] for s in owners},
+        if self.ask_again_at < math.inf:
+            self._say_once(
+                "the cluster manager did not take a policy's request for more nodes; it is asked again "
+                f"{REFUSED_S:g} s later. See that it can grant them, or lower nodes_max."
             )
+        if now >= self.ask_again_at:
+            self.asking, self.ask_again_at = 0, math.inf
+        seen = Observation.of(
+            status,
+            now,
+            edges=tuple(dict.fromkeys((str(up), str(s.id)) for s in controller.topology.stages for up in s.ins)),
+            owners=owners,
+            homes=dict(controller.routing.homes),
+            coming=controller.invited + self.asking,
+            busy_containers=self.metrics.busy_containers(status),
+            load=load,
+            slots=controller.slots(),
+            usable={s: [p.container for p in controller.peers(StageId(s))] for s in owners},
         )
-        self.policy_said = f"{policy.name}: {decision}"
-        if decision.kind == "nothing":
+        try:
+            decision = policy.decide(seen)
+        except Exception as error:  # it may be anybody's: the job goes on as it is
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            self.policy_said = f"{policy.name}: failed with {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+            self._say_once(f"policy {self.policy_said}. The job keeps its size meanwhile: mend the policy.")
+            return
+        dry, acts = self.config.policy_dry_run, decision.kind != "nothing"
+        self.policy_said = f"{policy.name}{' (dry run)' * dry}: {'would ' * (dry and acts)}{decision}"
+        if not acts:
             return
         self.notices = [*self.notices[-NOTICES_MAX:], f"policy {self.policy_said}"]
+        if dry:
+            return
+        if decision.kind == "scale_out":
+            self._ask_for_nodes(decision.nodes, now)
+        if decision.kind == "scale_in":
+            staying = [n for n in status.nodes if n["state"] != "leaving"]
+            fewest = sorted(staying, key=lambda n: (n["slices"], -len(n["name"]), n["name"]))  # the least to move
+            names = decision.which or tuple(n["name"] for n in fewest[: decision.nodes])
+            self.post(LeaveRequested(now, names))
         # Slices of a stage without state follow its containers: there is nothing to move.
         if decision.moves and decision.stage is not None and controller.topology[StageId(decision.stage)].stateful:
             self._move(StageId(decision.stage), {m.slice: m.target for m in decision.moves}, decision.reason, now)
             return
         for stage, instances in decision.instances.items():
             self.post(RescaleRequested(now, StageId(stage), instances))
+
+    def _ask_for_nodes(self, count: int, now: float) -> None:
+        """As ``job.scale_out`` does, but on a thread of its own: a cluster manager that is away answers in minutes."""
+        request = getattr(self.engine, "request_nodes", None)
+        master = self.config.master
+        self.asking = count
+        if request is None or master == "local" or master.startswith("local["):
+            self._say_once(
+                "this job runs in one process: there are no nodes that a policy could add. Run it on a cluster, or "
+                "leave nodes_max out."
+            )
+            return
+
+        def ask() -> None:
+            try:
+                taken = request(count)
+            except Exception:  # Spark is going: so is the job
+                taken = False
+            if taken:
+                self.post(NodesInvited(self.clock(), count))
+                self.asking = 0
+            else:
+                self.ask_again_at = now + REFUSED_S
+
+        threading.Thread(target=ask, name="penstock-nodes", daemon=True).start()
+
+    def _say_once(self, text: str) -> None:
+        if text not in self.notices:
+            self.notices = [*self.notices[-NOTICES_MAX:], text]
 
     def _move(self, stage: StageId, targets: dict[int, int], reason: str, now: float) -> None:
         """Exactly these slices, neighbour to neighbour. A container beyond the last one is made for it; one that is
@@ -365,10 +429,10 @@ class Runtime:
                 c.store_away_epochs,
                 c.backups,
                 c.placement,
-                c.moves == "live",
+                not self.baseline.stop_and_copy,
                 c.move_timeout_s,
                 c.instances is None,
-                c.checkpoints == "full",
+                self.baseline.full_snapshots,
                 c.schedule,
             ),
             Manifest(job_id, self.plan.graph.name, self.plan.fingerprint(), 0),

@@ -17,7 +17,7 @@ import io
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,9 +33,9 @@ from penstock.control.load import LOAD_EPOCHS
 from penstock.control.topology import at_port
 from penstock.engines.hot import hottest_keys, rows_by_slice
 from penstock.engines.keeper import Keeper
-from penstock.errors import BadRecordError, PenstockError
+from penstock.errors import BadRecordError, CheckpointError, PenstockError
 from penstock.flow import Node
-from penstock.frames import pick, rows_where, with_column, without
+from penstock.frames import pick, rows_where, stacked, with_column, without
 from penstock.ids import StageId
 from penstock.operators.base import (
     DUE,
@@ -66,6 +66,10 @@ LOAD_REST_S = 1.0
 """While slices come up nothing is read for copies of others: both are work of this process, and an epoch waits."""
 LOAD_ROWS = 2**16
 """Small files are loaded together, until there are so many rows: each time costs a millisecond or two."""
+WAITING_ROWS_MAX = 2**22
+"""No more rows are left waiting in the frames they came in: until the last is taken in, these take memory, too."""
+WAKE_ROWS, WAKE_SHARE = 2**16, 32
+"""Of the rows that wait so many are taken in with each epoch, or such a part of them: some hundredths of a second."""
 FLUSH_WAIT_S = 1.0
 """A flush waits so long for deltas. A store that is away must not stand in the way of the next epoch."""
 DEAD_LETTERS_MAX = 10_000
@@ -194,6 +198,34 @@ class Container:
     """Rows that came for each slice since that was last reported."""
 
 
+class _Loading:
+    """Frames on their way into a table, in order. ``put_off``: they are only brought, and taken in as they are needed,
+    unless they are too many; else they are loaded, small ones together."""
+
+    def __init__(self, table: KeyedTable, *, put_off: bool) -> None:
+        self.table = table
+        self.put_off = put_off
+        self.frames: list[pl.DataFrame] = []
+        self.rows = 0
+
+    def add(self, frame: pl.DataFrame) -> None:
+        self.frames.append(frame)
+        self.rows += frame.height
+        if self.put_off and self.table.rows_waiting + self.rows > WAITING_ROWS_MAX:
+            self.put_off = False
+        if not self.put_off and self.rows >= LOAD_ROWS:
+            self.end()
+
+    def end(self) -> None:
+        if not self.frames:
+            return
+        if self.put_off:
+            self.table.bring(self.frames)
+        else:
+            self.table.load(stacked(self.frames))
+        self.frames, self.rows = [], 0
+
+
 class Worker:
     """Holds the containers of one process and runs tasks on them."""
 
@@ -259,6 +291,8 @@ class Worker:
             report.state_rows = container.table.rows_live
             report.state_bytes = container.table.nbytes
             report.deltas = self._written(container, wait=False)
+            if not report.rebuilt:  # in an epoch that somebody waits for they can wait
+                container.table.wake(max(WAKE_ROWS, container.table.rows_waiting // WAKE_SHARE))
             out.update(self._to_peers(spec, container))
             self._tell_copies(stage, spec, container, report)
         return out
@@ -390,6 +424,7 @@ class Worker:
         self, stage: Stage, spec: TaskSpec, table: KeyedTable, slices: frozenset[int], report: TaskReport
     ) -> None:
         """Bring slices up as they are in the checkpoint: from a backup that is here, else from the store."""
+        assert stage.keyed is not None
         if spec.checkpoint == 0:
             return  # before any input every slice is empty
         taken: dict[int, list[pl.DataFrame]] = {}
@@ -397,18 +432,36 @@ class Worker:
             self.keeper.rest(LOAD_REST_S)
             self._keep(stage, spec, self._copies(spec) | slices)
             taken = self.keeper.take(spec.stage, slices, spec.checkpoint)
+        loading = _Loading(table, put_off=not stage.keyed.scans)
         for layer in range(max(map(len, taken.values()), default=0)):  # slices have no rows in common
-            table.load(pl.concat([frames[layer] for frames in taken.values() if layer < len(frames)]))
+            for frames in taken.values():
+                if layer < len(frames):
+                    loading.add(frames[layer])
         rest = slices - taken.keys()
-        frames: list[pl.DataFrame] = []
-        for file in self._manifest(spec.checkpoint).files_for(spec.stage, rest) if rest else ():
-            frames.append(read_slices(self.store.get(file.name), file.name, file.slices))
-            if sum(frame.height for frame in frames) >= LOAD_ROWS:
-                table.load(pl.concat(frames))
-                frames = []
-        if frames:
-            table.load(pl.concat(frames))
+        for frame in self._durable(spec, rest):
+            loading.add(frame)
+        loading.end()
         report.rebuilt = {"backup": len(taken), "durable": len(rest)}
+
+    def _durable(self, spec: TaskSpec, slices: frozenset[int]) -> Iterator[pl.DataFrame]:
+        """What the durable checkpoint has of slices that are not here, file by file."""
+        name = MANIFEST_NAME.format(spec.checkpoint)
+        try:
+            for file in self._manifest(spec.checkpoint).files_for(spec.stage, slices) if slices else ():
+                name = file.name
+                yield read_slices(self.store.get(name), name, file.slices)
+        except FileNotFoundError as error:  # of the world's, the one that does not pass: to run it again would not help
+            few = ", ".join(map(str, sorted(slices)[:8])) + (f" and {len(slices) - 8} more" if len(slices) > 8 else "")
+            raise CheckpointError(
+                f"stage '{spec.stage}' cannot bring up slices {few} as of epoch {spec.checkpoint}: no backup of them "
+                f"is at hand, and {name} is missing from the checkpoint store.",
+                remedy="Nothing more was published. See that every machine reaches the same checkpoint directory, and "
+                "start again: the job goes back to the last whole checkpoint. If there is none, restore the file "
+                "from a copy.",
+                stage=spec.stage,
+                slices=sorted(slices),
+                path=name,
+            ) from error
 
     def _manifest(self, checkpoint: int) -> Manifest:
         if checkpoint not in self.manifests:

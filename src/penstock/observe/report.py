@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.observe.live import checkpoint_age_s, duration_text, ranges_text, short, size_text
-from penstock.observe.status import JobStatus, hot_text
+from penstock.observe.status import JobStatus, hot_text, straggler_text
 
 MOVES_SHOWN = 20
 HOT_SHOWN = 5
+STRAGGLERS_SHOWN = 5
 
 
 def status_lines(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
@@ -22,6 +23,8 @@ def status_lines(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
         lines += ["", *_nodes(status)]
     if status.moves:
         lines += ["", *_moves(status)]
+    if status.stragglers:
+        lines += ["", *_stragglers(status)]
     if status.hot:
         lines += ["", *(f"  hot: {hot_text(one)}" for one in status.hot[:HOT_SHOWN])]
     if status.error:
@@ -51,9 +54,9 @@ def _facts(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
     counts = {"dead letters": status.dead_letters, "late": status.late, "recoveries": status.recoveries}
     if any(counts.values()):
         facts.append(("trouble", ", ".join(f"{name} {count}" for name, count in counts.items() if count)))
-    stragglers = [str(node.get("name")) for node in status.nodes if node.get("state") == "suspect"]
-    if stragglers:
-        facts.append(("stragglers", ", ".join(stragglers)))
+    suspects = [str(node.get("name")) for node in status.nodes if node.get("state") == "suspect"]
+    if suspects:
+        facts.append(("suspects", f"{', '.join(suspects)}: a container there hangs, its slices went elsewhere"))
     return [f"  {name:<10}  {value}" for name, value in facts]
 
 
@@ -116,6 +119,13 @@ def _moves(status: JobStatus) -> list[str]:
     lines = columns(("move", "containers", "phase", "for", "cause"), rows)
     if len(status.moves) > MOVES_SHOWN:
         lines.append(f"  ... and {len(status.moves) - MOVES_SHOWN} more")
+    return lines
+
+
+def _stragglers(status: JobStatus) -> list[str]:
+    lines = [f"  straggler: {straggler_text(one)}" for one in status.stragglers[:STRAGGLERS_SHOWN]]
+    if len(status.stragglers) > STRAGGLERS_SHOWN:
+        lines.append(f"  ... and {len(status.stragglers) - STRAGGLERS_SHOWN} more")
     return lines
 
 

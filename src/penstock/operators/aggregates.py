@@ -468,6 +468,8 @@ class RunningAggregate(KeyedOperator):
     updates).
     """
 
+    scans = False
+
     def __init__(self, id: str, key: Sequence[str], aggregates: Mapping[str, Aggregate], schema: pl.Schema) -> None:
         self.id = id
         self.key = tuple(key)

@@ -150,6 +150,8 @@ class KeyedOperator(ABC):
     lateness_us: int = 0
     hold_us: int = 0
     """How far behind the watermark an output row's own time may lie."""
+    scans: bool = True
+    """It looks at all of its state, and not only at the keys that came: then all of it must be in the table."""
     due: str | None = None
     """The output column that says when the watermark let a row go, if there is one: rows go on in that order."""
 

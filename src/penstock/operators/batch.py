@@ -290,6 +290,8 @@ class BatchOperator:
 class Batched(KeyedOperator):
     """Runs a user's ``BatchOperator``."""
 
+    scans = False
+
     def __init__(
         self,
         id: str,

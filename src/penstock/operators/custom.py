@@ -325,6 +325,7 @@ class Custom(KeyedOperator):
             self.timer or any(s.expires or (s.keep and s.keep.span_us) for s in self.states.values())
         )
         """Something may be due later: a timer, or the end of a state."""
+        self.scans = self.wakes
         self._made: tuple[Any, dict[str, Layout]] | None = None
 
     def read(self) -> tuple[Signature, Signature | None]:

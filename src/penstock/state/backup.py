@@ -153,7 +153,8 @@ class Backups:
         self._unsettled: set[int] = set()
         """Slices that have got deltas since it was seen to that they do not have too many."""
         self._progress: dict[int, Any] = {}
-        """Checkpoint -> the progress vector in the headers of its deltas, as far as one came."""
+        """Checkpoint that a known commit leads to -> the progress vector in the headers of its deltas, as far as one
+        came."""
         self._shedding = False
 
     # ---- what is held ----------------------------------------------------------------------------------------------
@@ -263,12 +264,13 @@ class Backups:
         file.changed = frozenset(index)
         self._progress[int(meta.get("epoch_to", -1))] = meta.get("progress")
 
-    def seed(self, slice: int, epoch: int, frames: Sequence[pl.DataFrame]) -> None:
-        """A slice as the durable checkpoint at ``epoch`` has it. ``advance`` then brings it on."""
+    def seed(self, slice: int, epoch: int, frames: Sequence[pl.DataFrame], progress: Mapping[str, Any]) -> None:
+        """A slice as the durable checkpoint at ``epoch`` has it, which reflects so much input of each source.
+        ``advance`` then brings it on."""
         if slice not in self._wanted:
             return
         self._drop(slice)
-        held = _Slice(epoch)
+        held = _Slice(epoch, progress)
         base: pl.DataFrame | None = None
         if frames:
             # All small ones together first: each merge into the large one copies all of it.
@@ -294,6 +296,8 @@ class Backups:
                     break
                 held.deltas.extend(runs)
                 held.version = known.epoch
+                # Of a checkpoint with no file for us nothing is known, and the slice is as it was.
+                held.progress = self._progress.get(known.epoch, held.progress)
             if held.version != start and held.deltas:
                 self._unsettled.add(number)
         if self.eager:
@@ -375,8 +379,8 @@ class Backups:
                 self._pieces[name] = left
             else:
                 del self._pieces[name]
-        versions = {held.version for held in self._held.values()}
-        self._progress = {e: p for e, p in self._progress.items() if e in versions or e >= pinned}
+        known_epochs = {known.epoch for known in self._commits.values()}
+        self._progress = {epoch: p for epoch, p in self._progress.items() if epoch in known_epochs}
         epochs = {name: known.epoch for known in self._commits.values() for name in known.names}
         for name, file in list(self._open.items()):
             epoch = epochs.get(name, -1)
@@ -538,7 +542,7 @@ class Backups:
             return
         name = f"{self.stage}/{number:05d}-{held.version:012d}"
         meta = {"job": self.job, "stage": self.stage, "slice": number, "epoch": held.version}
-        data = encode({**meta, "progress": self._progress.get(held.version)}, held.base)
+        data = encode({**meta, "progress": held.progress}, held.base)
         try:
             self.spill.put(name, data)
         except (OSError, PenstockError) as error:
@@ -705,6 +709,8 @@ class _OnDisk:
 @dataclass
 class _Slice:
     version: int
+    progress: Mapping[str, Any] | None
+    """source -> how far it had been read: the input that the slice reflects. None: a delta did not say."""
     base: pl.DataFrame | None = None
     base_bytes: int = 0
     """Of the base, in memory or on disk."""

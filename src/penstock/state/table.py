@@ -21,11 +21,14 @@ Fragments: rows touched since the last seal form the *active fragment*. Its log 
 had its loaded value, and a dropped one as never having been here, at every epoch that can be undone to. A caller that
 undoes to an epoch before a load must therefore drop the loaded slices and load them again; it knows, for it keeps
 slice versions.
+
+``bring`` is ``load`` put off (:class:`Waiting`): a key that was brought is taken in when it is asked for, which nobody
+can tell from its having been loaded at once. Whoever wants to see every row wakes them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -38,6 +41,7 @@ from penstock.state.hashing import hashable, slice_of
 from penstock.state.index import PARTS, Index, part_of
 from penstock.state.keys import Keys, same_keys
 from penstock.state.memory import Blocks, Column, power_of_two, spans
+from penstock.state.waiting import Waiting
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -52,6 +56,8 @@ _BLOCK_ROWS_MIN: Final = 8
 _BLOCK_ROWS_MAX: Final = 1 << 14
 _SWEPT_AT_ONCE: Final = 1 << 18
 """Rows that a sweep looks at: what is left waits for the next one."""
+_WOKEN_AT_ONCE: Final = 1 << 18
+"""Rows that were brought and are taken in together."""
 
 
 class ObjectCodec(Protocol):
@@ -134,7 +140,7 @@ class Fragment:
 
 class KeyedTable:
     """Keyed state of many slices. One writer; row numbers hold until ``seal``, ``undo_to``, ``release``, ``load``,
-    ``drop_slices`` or ``reset``."""
+    ``drop_slices`` or ``reset``; arrays of columns until the next call that looks for keys or rows."""
 
     def __init__(self, spec: TableSpec, base_epoch: int = 0, *, sweep_rows_min: int = 4096) -> None:
         self.spec = spec
@@ -169,12 +175,18 @@ class KeyedTable:
         self._active = _Log()
         self._encoded: _Encoded | None = None
         self._object_bytes_mean = 64.0
+        self._waiting: list[Waiting] = []
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def rows_live(self) -> int:
-        return int(self._alive.sum())
+        return int(self._alive.sum()) + self.rows_waiting
+
+    @property
+    def rows_waiting(self) -> int:
+        """Of the live ones, those that were brought and not yet taken in."""
+        return sum(waiting.rows for waiting in self._waiting)
 
     @property
     def rows_held(self) -> int:
@@ -187,16 +199,18 @@ class KeyedTable:
         sizes."""
         held = self.rows_held * sum(int(column.dtype.itemsize) for column in self._every_column())
         held += self._index.nbytes() + self._keys.nbytes()
-        held += int(len(self._objects) * self.rows_live * self._object_bytes_mean)
+        held += int(len(self._objects) * int(self._alive.sum()) * self._object_bytes_mean)
+        held += sum(waiting.nbytes for waiting in self._waiting)
         return held + sum(log.nbytes() for log in [*self._sealed, self._active])
 
     def column(self, name: str) -> Array:
-        """The live array of a column, indexed by row. Valid until the next call that adds rows; touch before
-        writing. Rows that are not live hold the fill value."""
+        """The live array of a column, indexed by row. Valid until the next call that adds rows, as any may that looks
+        for keys; touch before writing. Rows that are not live hold the fill value, and rows that wait are not in it."""
         return self._values[name].array[: self._blocks.end]
 
     def live_rows(self) -> Rows:
         """Every live row: O(state)."""
+        self.wake()
         return np.flatnonzero(self._live.array[: self._blocks.end]).astype(np.int64, copy=False)
 
     def keys(self, rows: Rows) -> pl.DataFrame:
@@ -205,8 +219,14 @@ class KeyedTable:
     def hashes(self, rows: Rows) -> U64:
         return self._hash.array[rows]
 
+    def live_hashes(self) -> U64:
+        """Of every live row, those that wait included: O(state)."""
+        here = self._hash.array[: self._blocks.end][self._live.array[: self._blocks.end]]
+        return np.concatenate([here, *(waiting.live_hashes() for waiting in self._waiting)])
+
     def find(self, hashes: U64, keys: pl.DataFrame) -> Rows:
         """The row of each key, -1 where it is absent. Touches nothing."""
+        self._call(hashes)
         rows, _, _ = self._probe(hashes, self._conform(keys))
         rows[~self._live.array[rows]] = -1  # -1 itself reads some row and stays -1 either way
         return rows
@@ -221,6 +241,7 @@ class KeyedTable:
         """The row of each key, made where absent (with fill values), and which were made. Touches the rows.
 
         Keys are unique within a call."""
+        self._call(hashes)
         rows = self._find_or_append(hashes, self._conform(keys))
         assert self.distinct(rows).size == rows.size, "upsert: the same key twice in one call"
         is_new = ~self._live.array.take(rows)
@@ -301,6 +322,7 @@ class KeyedTable:
 
     def export(self, slices: Collection[int], slices_total: int) -> pl.DataFrame:
         """The live rows of some slices, in the columns of a fragment."""
+        self.wake()
         whole, pieces = _parts_of_slices(slices, slices_total)
         cut = self._rows_of(pieces)
         rows = np.concatenate([self._rows_of(whole), cut[self._in_slices(cut, slices, slices_total)]])
@@ -340,6 +362,8 @@ class KeyedTable:
 
     def drop_slices(self, slices: Collection[int], slices_total: int) -> None:
         """Forget some slices altogether: rows, marks and undo information."""
+        for waiting in self._waiting:
+            waiting.drop(slices, slices_total)
         whole, pieces = _parts_of_slices(slices, slices_total)
         cut = self._rows_of(pieces)
         cut = cut[self._in_slices(cut, slices, slices_total)]
@@ -351,6 +375,35 @@ class KeyedTable:
 
     def load(self, frame: pl.DataFrame) -> None:
         """Apply a snapshot or delta frame: later rows win, deleted ones vanish. Not recorded and not dirty."""
+        self._call(frame.get_column(HASH).to_numpy())
+        self._take_in(frame)
+        self._sweep_if_due()
+
+    def bring(self, frames: Sequence[pl.DataFrame]) -> None:
+        """As to load these one after the other, of slices that nothing is held of; but a row is taken in when it is
+        asked for, or by ``wake``."""
+        if any(frame.height for frame in frames):
+            self._waiting.append(Waiting(frames, HASH, DELETED))
+
+    def wake(self, count: int | None = None) -> None:
+        """Take in about so many of the rows that are waiting, or all. Row numbers hold."""
+        while self._waiting and (count is None or count > 0):
+            frame = self._waiting[0].take_some(_WOKEN_AT_ONCE if count is None else min(count, _WOKEN_AT_ONCE))
+            if frame is None:
+                del self._waiting[0]
+                continue
+            self._take_in(frame)
+            count = None if count is None else count - frame.height
+
+    def _call(self, hashes: U64) -> None:
+        """Those of these hashes that are waiting are wanted now."""
+        for waiting in self._waiting:
+            frame = waiting.take(hashes)
+            if frame is not None:
+                self._take_in(frame)
+
+    def _take_in(self, frame: pl.DataFrame) -> None:
+        """Enter rows, and move none: whoever has row numbers keeps them."""
         frame = self._last_of_each_key(frame)
         gone = frame.get_column(DELETED).to_numpy()
         if gone.any():
@@ -365,7 +418,6 @@ class KeyedTable:
         for name, kind in self.spec.values.items():
             self._values[name].array[rows] = _decode_column(frame, name, kind)
         self._forget_history(rows)
-        self._sweep_if_due()
 
     # ---- for tests -------------------------------------------------------------------------------------------------
 
@@ -374,7 +426,10 @@ class KeyedTable:
         every = self._rows_of(np.arange(PARTS))
         hashes = self._hash.array[every]
         alive = self._live.array[every]
-        assert np.array_equal(np.sort(self.live_rows()), np.sort(every[alive])), "live rows outside of every block"
+        live = np.flatnonzero(self._live.array[: self._blocks.end])
+        assert np.array_equal(live, np.sort(every[alive])), "live rows outside of every block"
+        for waiting in self._waiting:
+            assert not np.isin(waiting.hashes(), hashes[alive]).any(), "a row that waits is here already"
         assert np.array_equal(self._given, np.bincount(part_of(hashes), minlength=PARTS))
         assert np.array_equal(self._alive, np.bincount(part_of(hashes[alive]), minlength=PARTS))
         assert np.array_equal(self._given, self._index.used) and self._keys.height == every.size
@@ -625,7 +680,8 @@ class KeyedTable:
         """Sweep dead rows out once they outnumber the live ones, not counting those that undo logs may still revive:
         the parts with most of them first, and no more at a time than an epoch does not notice."""
         logged = sum(log.count() for log in [*self._sealed, self._active])
-        if self.rows_held - self.rows_live - logged > max(self.rows_live, self._sweep_rows_min):
+        alive = int(self._alive.sum())
+        if self.rows_held - alive - logged > max(alive, self._sweep_rows_min):
             dead = self._given - self._alive
             due = np.argsort(-dead, kind="stable")[: np.count_nonzero(dead)]
             self._sweep(due[: max(1, np.count_nonzero(np.cumsum(self._given[due]) <= _SWEPT_AT_ONCE))])

@@ -16,6 +16,7 @@ import polars as pl
 from penstock.control.controller import Controller
 from penstock.control.events import CoresRequested, Event, MoveRequested, RescaleRequested
 from penstock.engines.task import Container
+from penstock.state.backup import COMMITS_KEPT, Backups
 from penstock.state.hashing import slice_of
 
 UNDO_MAX = 3
@@ -82,8 +83,7 @@ class SingleOwner:
                 raise Violation(
                     self.name, f"slice {number} of '{held.stage}' in epoch {epoch} is applied by {other} and by {who}"
                 )
-        live = held.table.live_rows()
-        strange = set(slice_of(held.table.hashes(live), slices).tolist()) - held.slices
+        strange = set(slice_of(held.table.live_hashes(), slices).tolist()) - held.slices
         if strange:
             raise Violation(self.name, f"{who} holds rows of slices {sorted(strange)}, and owns {sorted(held.slices)}")
 
@@ -142,7 +142,7 @@ class NoLostUpdate:
 
 @dataclass
 class BoundedGrowth:
-    """What is kept is what is still needed: files, log, shuffle outputs, and how to undo."""
+    """What is kept is what is still needed: files, log, shuffle outputs, staging, backups, and how to undo."""
 
     name = "bounded-growth"
     unswept: int = 0
@@ -172,6 +172,32 @@ class BoundedGrowth:
                 raise Violation(self.name, f"{name} stays, and no checkpoint needs it")
         if manifests > kept:
             raise Violation(self.name, f"{manifests} checkpoints stay, not {kept}")
+
+    def on_staged(self, parts: Mapping[str, int], covered: int) -> None:
+        """What running work has staged, with its epoch. All sinks have the epochs that a checkpoint has covered."""
+        left = [name for name, epoch in parts.items() if epoch <= covered]
+        if left:
+            raise Violation(self.name, f"{left} stay in staging, and epoch {covered} is published")
+
+    def on_backups(self, who: str, backups: Backups, wanted: Collection[int], settled: bool) -> None:
+        """What a process keeps of other containers' slices: those ``wanted``, and no more deltas of them than it needs
+        to bring them forward. ``settled``: it has nothing to merge or to spill."""
+        held, newest = backups._held, backups._newest
+        if strange := held.keys() - set(wanted):
+            raise Violation(self.name, f"{who} keeps copies of slices {sorted(strange)}, and nobody wants them")
+        if len(backups._commits) > COMMITS_KEPT and backups.pinned is None:
+            raise Violation(self.name, f"{who} remembers {len(backups._commits)} checkpoints")
+        if settled and backups.nbytes > backups.memory_max:
+            raise Violation(self.name, f"{who} has {backups.nbytes} bytes of backups, not {backups.memory_max}")
+        if any(number not in held or held[number].version < newest for number in wanted):
+            return  # some may need what has come
+        past = [name for name, pieces in backups._pieces.items() if any(p.epoch <= newest for p in pieces)]
+        if past := sorted({*past, *backups._open}):
+            raise Violation(self.name, f"{who} keeps {past}, and all its copies are at checkpoint {newest}")
+
+    def on_spilled(self, who: str, files: Collection[str], needed: Collection[str]) -> None:
+        if left := sorted(set(files) - set(needed)):
+            raise Violation(self.name, f"{who} has {left} on its disk, and no backup needs them")
 
     def on_table(self, who: str, epochs: list[int]) -> None:
         if len(epochs) > UNDO_MAX:

@@ -37,7 +37,7 @@ from penstock.engines.keeper import Keeper
 from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.merging import Merging, merge_here
 from penstock.engines.protocol import Post
-from penstock.engines.sim.checkers import Checkers, Violation
+from penstock.engines.sim.checkers import BoundedGrowth, Checkers, Violation
 from penstock.engines.sim.faults import Faults
 from penstock.engines.sim.outside import Outside
 from penstock.engines.sim.schedule import Schedule, SimPool
@@ -61,6 +61,7 @@ class SimWorker(Worker):
         self.pool = pool
         self.background = background
         self.writer = pool  # type: ignore[assignment]
+        self.spill = spill
         self.keeper = Keeper(
             job_id,
             store,
@@ -72,6 +73,19 @@ class SimWorker(Worker):
             clock=background.clock,
             wait=None,
         )
+
+    def check_backups(self, who: str, growth: BoundedGrowth) -> None:
+        keeper = self.keeper
+        assert keeper is not None
+        if keeper._fault is not None:  # it goes on without: the store has it all
+            raise Violation("sound", f"{who}: {keeper._fault}")
+        needed: set[str] = set()
+        for kept in keeper._stages.values():
+            told = keeper._told.get(kept.stage)
+            wanted = kept.backups.wanted if told is None or told.news else told.want
+            growth.on_backups(who, kept.backups, wanted, not kept.unsettled)
+            needed.update(held.disk.name for held in kept.backups._held.values() if held.disk is not None)
+        growth.on_spilled(who, self.spill.items, needed)
 
     def die(self) -> None:
         self.pool.die()
@@ -104,9 +118,10 @@ class SimSpill:
 class Node:
     """A machine with worker processes. After a crash it is another: same number, nothing in it."""
 
-    def __init__(self, number: int, cores: int = 1) -> None:
+    def __init__(self, number: int, cores: int = 1, zone: str = "") -> None:
         self.number = number
         self.cores = cores
+        self.zone = zone
         self.life = 0
         """Counts its crashes."""
         self.up = True
@@ -177,6 +192,11 @@ class Cluster:
             node.slots[stage, index] = worker
         return worker
 
+    def check_backups(self) -> None:
+        for node in self.nodes:
+            for (stage, index), worker in node.slots.items():
+                worker.check_backups(f"'{stage}' {index} on {node}", self.checkers.bounded_growth)
+
 
 @dataclass
 class JobRun:
@@ -246,7 +266,7 @@ class SimEngine:
                     worker.die()
 
     def nodes(self) -> tuple[NodeInfo, ...]:
-        return tuple(NodeInfo(name, cores=node.cores) for name, node in self.known.items())
+        return tuple(NodeInfo(name, zone=node.zone, cores=node.cores) for name, node in self.known.items())
 
     def _news(self) -> None:
         """Nodes have come or gone: it takes a while until that is seen."""

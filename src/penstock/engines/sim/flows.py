@@ -17,6 +17,7 @@ import polars as pl
 
 from penstock.config import Config
 from penstock.connectors.base import Sink, Source
+from penstock.control.epochs import Baseline
 from penstock.flow import Flow, Stream
 from penstock.operators.aggregates import count, max, sum
 from penstock.operators.custom import Emit, Operator
@@ -95,9 +96,10 @@ class Scenario:
             r.randint(1, 4),
         )
 
-    def config(self, r: random.Random) -> Config:
-        """Settings for one start of the job; others at the next."""
-        return Config(
+    def config(self, r: random.Random) -> tuple[Config, Baseline]:
+        """Settings for one start of the job, and now and then the ways of others; different ones at the next."""
+        # What a seed means depends on the order of the draws.
+        config = Config(
             slices=self.slices,
             instances=r.choice([None, 1, 2, 2, 3]),
             epoch_rows=r.choice([15, 30, 60, 200]),
@@ -111,9 +113,9 @@ class Scenario:
             store_away_epochs=r.choice([0, 2, 5]),
             backups=r.choice([0, 1, 1, 2]),
             placement="chained" if r.random() < 0.5 else "ring",
-            moves="stop" if r.random() < 0.15 else "live",
-            move_timeout_s=r.choice([1.0, 600.0]),
         )
+        baseline = Baseline(stop_and_copy=r.random() < 0.15)
+        return config.replace(move_timeout_s=r.choice([1.0, 600.0])), baseline
 
 
 def _input(r: random.Random, count: int, keys: int, quiet_at: float) -> Input:

@@ -7,6 +7,7 @@ rows that a checkpoint has covered, cannot be read again.
 from __future__ import annotations
 
 import errno
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,17 @@ from penstock.engines.sim.faults import ON_PURPOSE, Faults
 from penstock.engines.sim.flows import SCHEMA, Input
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a task has staged for a sink."""
+
+    sink: str
+    epoch: int
+    rows: list[str]
+    stray: bool
+    """Of work that was given up, which may write at any time."""
+
+
 @dataclass
 class Outside:
     """What connectors share."""
@@ -43,8 +55,8 @@ class Outside:
     zombie: bool = False
     """What runs now belongs to work that was given up: nobody will hear of its result."""
     committed_row: dict[str, int] = field(default_factory=dict)
-    staged: dict[str, list[str]] = field(default_factory=dict)
-    """part -> its rows"""
+    staged: dict[str, Part] = field(default_factory=dict)
+    """By name."""
     holds_back: bool = False
     """The last rows of every source do not appear yet."""
 
@@ -119,16 +131,14 @@ class SimSink(Sink):
         self.collects = collects
 
     def open(self, context: SinkContext) -> None:
-        mine = [name for name in self.outside.staged if name.startswith(f"{self.id}/")]
-        for name in mine:  # whatever was staged and not committed belongs to nobody
-            del self.outside.staged[name]
+        self._clear()  # whatever was staged and not committed belongs to nobody
 
     def write_part(self, epoch: int, attempt: int, part: str, frame: pl.DataFrame) -> PartRef | None:
         o = self.outside
         if o.random.random() < o.faults().part_fails:
             raise self._error("writing a part")
         name = f"{self.id}/{epoch}-{attempt}/{part}"
-        o.staged[name] = canonical(frame)
+        o.staged[name] = Part(self.id, epoch, canonical(frame), o.zombie)
         return {"name": name}
 
     def commit(self, epoch: int, attempt: int, parts: Sequence[PartRef]) -> None:
@@ -139,7 +149,8 @@ class SimSink(Sink):
         lost = [name for name in names if name not in o.staged]
         if lost:
             raise Violation("exactly-once", f"parts {lost} of epoch {epoch} are not in staging")
-        self._publish(epoch, [row for name in names for row in o.staged.pop(name)])
+        self._publish(epoch, [row for name in names for row in o.staged[name].rows])
+        self._clear(epoch)
 
     def write(self, epoch: int, frame: pl.DataFrame) -> None:
         if self.outside.random.random() < self.outside.faults().commit_fails:
@@ -152,6 +163,12 @@ class SimSink(Sink):
         o.checkers.exactly_once.on_rows(self.id, epoch, sorted(rows))
         if o.random.random() < o.faults().commit_unsure:
             raise self._error("committing (which took effect)")
+
+    def _clear(self, up_to: float = math.inf) -> None:
+        """Remove from staging what nobody will commit any more, as a directory of files does."""
+        for name, part in list(self.outside.staged.items()):
+            if part.sink == self.id and part.epoch <= up_to:
+                del self.outside.staged[name]
 
     def _error(self, what: str) -> OSError:
         self.outside.tell("fault", f"{what} to '{self.id}' {ON_PURPOSE}")
@@ -189,4 +206,4 @@ class ScriptedSource(Source):
         return self.at >= len(self.script)
 
 
-__all__ = ["Outside", "ScriptedSource", "SimSink", "SimSource"]
+__all__ = ["Outside", "Part", "ScriptedSource", "SimSink", "SimSource"]

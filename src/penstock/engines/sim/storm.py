@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.control.controller import Controller
+from penstock.control.epochs import Baseline
 from penstock.control.events import (
     CancelMovesRequested,
     CoresRequested,
@@ -32,7 +33,6 @@ from penstock.control.events import (
 )
 from penstock.engines.job import Job
 from penstock.engines.sim.checkers import Violation
-from penstock.engines.sim.engine import Node
 from penstock.engines.sim.faults import Faults
 from penstock.engines.sim.flows import Scenario, stormy
 from penstock.errors import ConfigError
@@ -227,7 +227,7 @@ class Storm:
         r, cluster = self.random, self.world.cluster
         self._give("invite: one node", None, NodesInvited(self._now, 1))
         if len(cluster.nodes) < NODES_MAX and r.random() < 0.8:
-            node = Node(len(cluster.nodes), cores=r.choice([1, 2]))
+            node = self.world.new_node(len(cluster.nodes), r.choice([1, 2]))
             node.up = False
             cluster.nodes.append(node)
             self.world.schedule.after(r.uniform(0.05, 1.0), lambda: self.world.bring_back(node))
@@ -279,17 +279,18 @@ def scenario_of(seed: int) -> Scenario:
     return stormy(Scenario.draw(seed), random.Random(f"penstock storm scenario {seed}"))
 
 
-def config_of(config: Config, faults: Faults, r: random.Random) -> Config:
+def config_of(config: Config, faults: Faults, r: random.Random) -> tuple[Config, Baseline]:
     """Settings under which orders matter: live moves for the most part, checkpoints often, no early end."""
-    return config.replace(
-        epoch_rows=r.choice([8, 15, 30]),
-        checkpoint_interval_s=r.choice([0.0, 0.2, 0.5, 1.0]),
-        moves="stop" if r.random() < 0.1 else "live",
+    # What a seed means depends on the order of the draws.
+    config = config.replace(epoch_rows=r.choice([8, 15, 30]), checkpoint_interval_s=r.choice([0.0, 0.2, 0.5, 1.0]))
+    baseline = Baseline(stop_and_copy=r.random() < 0.1)
+    config = config.replace(
         backups=r.choice([0, 1, 1, 2]),
         epochs_max=None,
         # A target whose disk fails gives up its copy for good: such a move ends when its time is up, not before.
         move_timeout_s=r.choice([1.0, 3.0] if faults.spill_fails else [1.0, 600.0]),
     )
+    return config, baseline
 
 
 __all__ = ["ORDERS", "SimJob", "Storm", "at_rest", "config_of", "scenario_of"]

@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from penstock.config import Config
+from penstock.control.epochs import Baseline
 from penstock.control.events import (
     CancelAll,
     CancelMovesRequested,
@@ -66,6 +67,8 @@ AFTERMATH_S = 5.0
 TICK_S = 0.1
 JOURNAL_EVERY = 8
 """One seed in so many keeps the drivers' journals: they cost a tenth of its time."""
+ZONED = 0.25
+"""So many seeds know the fault zones of their nodes, and some crashes there take all of a zone."""
 NO_FAULTS = Faults()
 GAVE_UP = "made no progress"
 """In the error of a job that failed too often in a row: a fair end while faults go on."""
@@ -79,7 +82,14 @@ HARMLESS |= {"slow_node", "slow_write", "slow_answer"}
 class Driver(Runtime):
     """One life of the driver: the real runtime, whose queue of events is in virtual time."""
 
-    def __init__(self, world: World, config: Config, make_engine: Callable[[str], Engine], store: Store) -> None:
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        baseline: Baseline,
+        make_engine: Callable[[str], Engine],
+        store: Store,
+    ) -> None:
         self.world = world
         self.dead = False
         self.told_away = False
@@ -98,6 +108,7 @@ class Driver(Runtime):
             trip=world.at_step,
             pool=self._pool,
             unique=world.unique,
+            baseline=baseline,
         )
 
     def _pool(self, name: str) -> Executor:
@@ -190,6 +201,8 @@ class World:
         self.random = random.Random(f"penstock world {self.seed}")
         self.scenario = scenario_of(self.seed) if self.stormy else Scenario.draw(self.seed)
         self.faults = Faults.storm(self.random) if self.stormy else Faults.draw(self.random)
+        self.zoning = random.Random(f"penstock zones {self.seed}")
+        self.zones = [f"zone-{n}" for n in range(self.zoning.choice([2, 3]))] if self.zoning.random() < ZONED else [""]
         self.schedule = Schedule()
         self.disk = Disk()
         self.outside = Outside(self.schedule.clock, self.random, self._faults_now, self.checkers, self.tell)
@@ -204,11 +217,14 @@ class World:
             self.outside,
             self.tell,
             self._record,
-            [Node(n, self.random.choice([1, 2]) if self.stormy else 1) for n in range(self.scenario.nodes)],
+            [self.new_node(n, self.random.choice([1, 2]) if self.stormy else 1) for n in range(self.scenario.nodes)],
             self.store_held,
             backup_memory=self.random.choice([1, 2_000, 1 << 30]),
         )
         self.storm = Storm(self) if self.stormy else None
+
+    def new_node(self, number: int, cores: int) -> Node:
+        return Node(number, cores, self.zoning.choice(self.zones))
 
     def _plan(self) -> Plan:
         def sink(id: str) -> SimSink:
@@ -258,6 +274,12 @@ class World:
         )
         oldest = min(m.epoch for m in kept)
         self.checkers.bounded_growth.on_swept(store.list(), needed, oldest, self.driver.config.manifests_kept)
+        self._check_staging(oldest)
+        self.cluster.check_backups()
+
+    def _check_staging(self, covered: int) -> None:
+        running = {name: part.epoch for name, part in self.outside.staged.items() if not part.stray}
+        self.checkers.bounded_growth.on_staged(running, covered)
 
     def _record(self, epoch: int) -> dict[str, Any] | None:
         """What the log on disk says of an epoch."""
@@ -341,9 +363,9 @@ class World:
             self.schedule.after(self.store_held() + 0.01, self.start_driver)
             return
         self.starts += 1
-        config = self.scenario.config(self.random)
+        config, baseline = self.scenario.config(self.random)
         if self.stormy:
-            config = config_of(config, self.faults, self.random)
+            config, baseline = config_of(config, self.faults, self.random)
         if self.faults.torn:  # there must be an older checkpoint to go back to
             config = config.replace(checkpoint_interval_s=0.1, manifests_kept=config.manifests_kept + 1)
         if self.seed % JOURNAL_EVERY:
@@ -360,7 +382,7 @@ class World:
             made.ahead = driver._ahead
             return made
 
-        self.driver = driver = Driver(self, config, engine, self._view(dies=True))
+        self.driver = driver = Driver(self, config, baseline, engine, self._view(dies=True))
         try:
             driver._start()
         except (PenstockError, OSError) as error:
@@ -430,7 +452,10 @@ class World:
         up = self.cluster.alive()
         if not up:
             return
-        self.crash(self.random.choice(up))
+        struck = self.random.choice(up)
+        whole_zone = struck.zone and self.zoning.random() < 0.5
+        for node in [n for n in up if n.zone == struck.zone] if whole_zone else [struck]:
+            self.crash(node)
 
     def crash(self, node: Node) -> None:
         self.tell("fault", f"{node} crashes")
@@ -513,6 +538,8 @@ class World:
         self.tell(
             "world", f"flow {', '.join(self.scenario.branches)}; faults {', '.join(self.faults.kinds()) or 'none'}"
         )
+        if any(self.zones):
+            self.tell("world", ", ".join(f"{node} in {node.zone}" for node in self.cluster.nodes))
         for node in self.cluster.nodes:
             if self.random.random() < self.faults.slow_node:
                 node.slow = self.random.uniform(2.0, 6.0)
@@ -544,6 +571,7 @@ class World:
         return self
 
     def _final_checks(self) -> None:
+        self._check_staging(self.epochs())
         rows, state = run_undisturbed(self.scenario, self.checkers.no_lost_update.records)
         self.checkers.exactly_once.at_end(rows)
         heights = {id: given.rows.height for id, given in self.scenario.inputs.items()}

@@ -311,8 +311,10 @@ def epoch_ratios(rows: Sequence[Row]) -> dict[str, float | None]:
     return found
 
 
-def _growing(args: dict[str, Any], how: str) -> Iterator[Figures]:
+def _growing(args: dict[str, Any], full_snapshots: bool) -> Iterator[Figures]:
     import penstock as ps
+    from penstock.control.epochs import Baseline
+    from penstock.engines.job import start
 
     work = Path(args["work"])
     flow = ps.Flow("growth")
@@ -330,7 +332,8 @@ def _growing(args: dict[str, Any], how: str) -> Iterator[Figures]:
     # One run loads the state and leaves one checkpoint, the next one goes on from it: that is the one we look at.
     ps.run(flow, epochs_max=args["load"], checkpoint_interval_s=NEVER_S, **settings).wait()
     begin, epochs = time.monotonic(), args["epochs"]
-    job = ps.run(flow, epochs_max=epochs, checkpoint_interval_s=GROWTH_INTERVAL_S, checkpoints=how, **settings)
+    config = ps.Config.load(overrides={**settings, "epochs_max": epochs, "checkpoint_interval_s": GROWTH_INTERVAL_S})
+    job = start(flow, config=config, baseline=Baseline(full_snapshots=full_snapshots))
     job.wait()
     common.note(f"{epochs} epochs in {time.monotonic() - begin:.0f} s, restoring included")
     status = job.status()
@@ -349,11 +352,11 @@ def _growing(args: dict[str, Any], how: str) -> Iterator[Figures]:
 
 
 def penstock_deltas_async(args: dict[str, Any]) -> Iterator[Figures]:
-    return _growing(args, "delta")
+    return _growing(args, full_snapshots=False)
 
 
 def penstock_full_snapshots(args: dict[str, Any]) -> Iterator[Figures]:
-    return _growing(args, "full")
+    return _growing(args, full_snapshots=True)
 
 
 CONTENDERS: dict[str, common.Contender] = {

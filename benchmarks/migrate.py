@@ -11,7 +11,7 @@ one who stops it is the pause. It is the same for all contenders:
 ``penstock``
     Slices move while the job runs.
 ``penstock_stop``
-    The same orders with the setting ``moves="stop"``: finish what runs, take a checkpoint, let the new owners load it.
+    The same engine and orders by stop and copy: finish what runs, take a checkpoint, let the new owners load it.
 ``structured_repartition``
     Structured Streaming's own way: stop the query, repartition its checkpoint offline, start it again.
 
@@ -65,6 +65,8 @@ MANY, FEW = 3, 1
 
 Output = tuple[float, int]
 """When it was there, and the number of its epoch or batch."""
+Order = tuple[str, Callable[[], None], int]
+"""What, how, and how many containers own slices then."""
 
 
 @dataclass(frozen=True)
@@ -415,9 +417,10 @@ class Recorder(recovery.Trace):
         return len(set(owners)) == count and owners == final != tuple(before)
 
 
-def start_totals(args: Mapping[str, Any], **settings: Any) -> tuple[Any, Recorder]:
+def start_totals(args: Mapping[str, Any], *, stop_and_copy: bool = False, **settings: Any) -> tuple[Any, Recorder]:
     """The running count and sum over ``in/*/*.parquet``, up and recorded."""
     import penstock as ps
+    from penstock.control.epochs import Baseline
     from penstock.engines.job import start
 
     work = Path(args["work"])
@@ -433,7 +436,7 @@ def start_totals(args: Mapping[str, Any], **settings: Any) -> tuple[Any, Recorde
         "spark.local.dir": str(work / "spark"),
     }
     config = ps.Config(checkpoint=str(work / "checkpoint"), control=False, spark=spark, **settings)
-    job = start(flow, engine="spark", config=config)
+    job = start(flow, engine="spark", config=config, baseline=Baseline(stop_and_copy=stop_and_copy))
     wait_for(lambda: job.status().phase in ("running", "failed"), recovery.SETTLE_S_MAX, "the job runs")
     return job, Recorder(job._runtime)
 
@@ -499,13 +502,13 @@ def go_through(
     job: Any,
     recorder: Recorder,
     args: Mapping[str, Any],
-    orders: Sequence[tuple[str, Callable[[], None], int]],
+    orders: Sequence[Order],
     *,
     rest_s: float = SETTLE_S,
     rest_after: bool = False,
 ) -> Figures:
-    """All phases: load, feed, and give each order (what, how, and how many containers own slices then) in turn, each
-    after so long at rest; with ``rest_after``, so long at rest after the last one, too.
+    """All phases: load, feed, and give each order in turn, each after so long at rest; with ``rest_after``, so long at
+    rest after the last one, too.
     """
     work, pool = Path(args["work"]), Path(args["pool"])
     found: list[Figures] = []
@@ -534,7 +537,7 @@ def go_through(
     return {"orders": found, "began": began, "rested": rested, "traces": traces, "fed": fed}
 
 
-def penstock(args: dict[str, Any], moves: str = "live") -> Iterator[Figures]:
+def penstock(args: dict[str, Any], stop_and_copy: bool = False) -> Iterator[Figures]:
     job, recorder = start_totals(
         args,
         master=f"local-cluster[{EXECUTORS},1,{EXECUTOR_MB}]",
@@ -542,7 +545,7 @@ def penstock(args: dict[str, Any], moves: str = "live") -> Iterator[Figures]:
         epoch_rows=LOAD_ROWS,
         slices=SLICES,
         backups=0,
-        moves=moves,
+        stop_and_copy=stop_and_copy,
     )
     orders = [(f"to {n}", partial(job.rescale, OPERATOR, n), n) for n in (FEW, MANY)]
     figures = go_through(job, recorder, args, orders)
@@ -551,7 +554,7 @@ def penstock(args: dict[str, Any], moves: str = "live") -> Iterator[Figures]:
 
 
 def penstock_stop(args: dict[str, Any]) -> Iterator[Figures]:
-    return penstock(args, moves="stop")
+    return penstock(args, stop_and_copy=True)
 
 
 # --- Structured Streaming -----------------------------------------------------------------------------------------

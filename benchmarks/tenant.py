@@ -1,4 +1,5 @@
-"""What a neighbour on the same machine notices of a migration: live and throttled, live, and stop and copy.
+"""What a neighbour on the same machine notices of a migration: live and throttled, live, and stop and copy; and of a
+change of cores.
 
 After figures 15 and 17 of ChronoStream. Beside the job of the benchmark ``migrate`` something else is at work all the
 time: PostgreSQL with ``pgbench`` where it is installed, else a process that hashes and writes to the disk. Its
@@ -10,7 +11,9 @@ all has settled: three containers take more of the machine than one, and that is
 ``penstock_unlimited``
     The same without that limit.
 ``penstock_stop``
-    ``moves="stop"``: everything stops, and the new owners load the checkpoint as fast as they can.
+    Stop and copy: everything stops, and the new owners load the checkpoint as fast as they can.
+``penstock_cores``, ``penstock_cores_stop``
+    The orders of the benchmark ``vertical``: cores of one node, slices re-mapped live or by synchronous repartition.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common, migrate
+from benchmarks import common, migrate, vertical
 from benchmarks.common import Figures, Row
 from benchmarks.migrate import Phase, keys_of
 from benchmarks.recovery import OPERATOR, wait_for
@@ -51,13 +54,21 @@ EXECUTORS = 3
 EXECUTOR_MB = 1024
 PG_SCALE = 5
 PG_CLIENTS = 2
+PG_BYTES = 1 << 30
+"""Room for the database, with plenty to spare for its log."""
 BLOCK = 1 << 16
 SYNC_EVERY = 200
 
 PENSTOCK, UNLIMITED, STOP = "penstock", "penstock_unlimited", "penstock_stop"
+CORES, CORES_STOP = "penstock_cores", "penstock_cores_stop"
+PREFIXES = {PENSTOCK: "", UNLIMITED: "unlimited_", STOP: "stop_", CORES: "cores_", CORES_STOP: "cores_stop_"}
+"""Contender -> how the names of its figures begin."""
 
 Counts = Sequence[tuple[float, float]]
 """How much the neighbour had done in all, and when."""
+
+Begun = tuple[Any, migrate.Recorder, list[migrate.Order]]
+"""A job, its record, and the orders to give it."""
 
 Progress = Callable[[str, float], float | None]
 """From a line and what was done before to what is done now; None for other lines."""
@@ -73,7 +84,7 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
     series: dict[str, Any] = {}
     with common.workplace() as place:
         migrate.write_phases(place / "pool", phases)
-        for contender in (PENSTOCK, STOP) if quick else (PENSTOCK, UNLIMITED, STOP):
+        for contender in (PENSTOCK, STOP) if quick else PREFIXES:
             figures = migrate.run_phases(MODULE, contender, phases, place)
             kind = {"neighbour": figures["neighbour"]}
             rows += [{**row, **kind} for row in migrate.order_rows(contender, figures)]
@@ -135,8 +146,7 @@ def kept_in(counts: Counts, at: float, done: float, rested: float) -> Figures:
 
 def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
-    names = {PENSTOCK: "", UNLIMITED: "unlimited_", STOP: "stop_"}
-    for contender, prefix in names.items():
+    for contender, prefix in PREFIXES.items():
         mine = [row for row in rows if row["contender"] == contender]
         for figure in ("kept", "kept_worst", "delay_s", "done_s"):
             values = [float(row[figure]) for row in mine if row.get(figure) is not None]
@@ -250,10 +260,20 @@ def _user() -> str | None:
     return None
 
 
+def main_memory(place: str = "/dev/shm") -> str | None:
+    """Where files lie in memory, if there is such a place with room. The neighbour of the paper is a database in main
+    memory, and a shared disk, which each transaction would wait for, swings more than what is to be measured.
+    """
+    with contextlib.suppress(OSError):
+        if os.path.ismount(place) and os.access(place, os.W_OK) and shutil.disk_usage(place).free >= PG_BYTES:
+            return place
+    return None
+
+
 @contextlib.contextmanager
 def pgbench(programs: dict[str, str]) -> Iterator[Neighbour]:
     """A database of its own in a directory that is gone afterwards, reached by a socket there."""
-    place = Path(tempfile.mkdtemp(prefix="penstock-pg-"))
+    place = Path(tempfile.mkdtemp(prefix="penstock-pg-", dir=main_memory()))
     user = _user()
     # In sessions of their own, as a neighbour is: Linux shares the cores between sessions first.
     as_user: dict[str, Any] = {"cwd": place, "text": True, "start_new_session": True}
@@ -287,22 +307,13 @@ def pgbench(programs: dict[str, str]) -> Iterator[Neighbour]:
 # --- the job ------------------------------------------------------------------------------------------------------
 
 
-def penstock(args: dict[str, Any], moves: str = "live", move_mb_s: float = MOVE_MB_S) -> Iterator[Figures]:
-    work = Path(args["work"])
-    with neighbour(work) as other:
-        begin = time.monotonic()
-        wait_for(lambda: time.monotonic() - begin > BEFORE_S, BEFORE_S * 2)
-        alone = rate_in(other.counts, max(begin, other.counts[0][0]), other.counts[-1][0])
-        job, recorder = migrate.start_totals(
-            args,
-            master=f"local-cluster[{EXECUTORS},1,{EXECUTOR_MB}]",
-            instances=migrate.MANY,
-            epoch_rows=migrate.LOAD_ROWS,
-            backups=0,
-            moves=moves,
-            move_mb_s=move_mb_s,
-        )
-        orders = [(f"to {n}", partial(job.rescale, OPERATOR, n), n) for n in (migrate.FEW, migrate.MANY)]
+def beside_neighbour(args: dict[str, Any], begin: Callable[[], Begun]) -> Iterator[Figures]:
+    """Start the neighbour, then the job; give the orders, and see what each cost the neighbour."""
+    with neighbour(Path(args["work"])) as other:
+        first_s = time.monotonic()
+        wait_for(lambda: time.monotonic() - first_s > BEFORE_S, BEFORE_S * 2)
+        alone = rate_in(other.counts, max(first_s, other.counts[0][0]), other.counts[-1][0])
+        job, recorder, orders = begin()
         figures = migrate.go_through(job, recorder, args, orders, rest_s=BEFORE_S, rest_after=True)
         end = time.monotonic()
         wait_for(lambda: other.counts[-1][0] > end, 30.0, "the neighbour has told of it")
@@ -317,15 +328,47 @@ def penstock(args: dict[str, Any], moves: str = "live", move_mb_s: float = MOVE_
     yield {**figures, "neighbour": other.kind, "series": series}
 
 
+def begin_rescales(args: dict[str, Any], stop_and_copy: bool, move_mb_s: float) -> Begun:
+    """The orders of the benchmark ``migrate``: three containers, one, three."""
+    job, recorder = migrate.start_totals(
+        args,
+        master=f"local-cluster[{EXECUTORS},1,{EXECUTOR_MB}]",
+        instances=migrate.MANY,
+        epoch_rows=migrate.LOAD_ROWS,
+        backups=0,
+        stop_and_copy=stop_and_copy,
+        move_mb_s=move_mb_s,
+    )
+    return job, recorder, [(f"to {n}", partial(job.rescale, OPERATOR, n), n) for n in (migrate.FEW, migrate.MANY)]
+
+
+def penstock(args: dict[str, Any], stop_and_copy: bool = False, move_mb_s: float = MOVE_MB_S) -> Iterator[Figures]:
+    return beside_neighbour(args, partial(begin_rescales, args, stop_and_copy, move_mb_s))
+
+
 def penstock_unlimited(args: dict[str, Any]) -> Iterator[Figures]:
     return penstock(args, move_mb_s=0.0)
 
 
 def penstock_stop(args: dict[str, Any]) -> Iterator[Figures]:
-    return penstock(args, moves="stop")
+    return penstock(args, stop_and_copy=True)
 
 
-CONTENDERS: dict[str, common.Contender] = {PENSTOCK: penstock, UNLIMITED: penstock_unlimited, STOP: penstock_stop}
+def penstock_cores(args: dict[str, Any], stop_and_copy: bool = False) -> Iterator[Figures]:
+    return beside_neighbour(args, partial(vertical.begin, args, stop_and_copy))
+
+
+def penstock_cores_stop(args: dict[str, Any]) -> Iterator[Figures]:
+    return penstock_cores(args, stop_and_copy=True)
+
+
+CONTENDERS: dict[str, common.Contender] = {
+    PENSTOCK: penstock,
+    UNLIMITED: penstock_unlimited,
+    STOP: penstock_stop,
+    CORES: penstock_cores,
+    CORES_STOP: penstock_cores_stop,
+}
 
 if __name__ == "__main__":
     common.contender_main(MODULE)

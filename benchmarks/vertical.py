@@ -2,8 +2,8 @@
 
 After figure 16 of ChronoStream: two nodes, two cores of each in use at first. One node's cores go from 2 to 3, to 1,
 and back to 2, under load, at several sizes of state. ``penstock`` deals the node's own slices out anew among its
-containers while everything runs. ``penstock_stop`` carries out the same orders with the setting ``moves="stop"``:
-finish what runs, take a checkpoint, deal out all slices, load.
+containers while everything runs. ``penstock_stop`` carries out the same orders in the same engine by synchronous
+repartition: finish what runs, take a checkpoint, deal out all slices, load.
 
 The delay of an order is that of the benchmark ``migrate``: the longest time without output from the order until the
 containers of the new schedule have given output and nothing is left to do.
@@ -127,24 +127,30 @@ def order_name(before: int, after: int) -> str:
 # --- the job ------------------------------------------------------------------------------------------------------
 
 
-def penstock(args: dict[str, Any], moves: str = "live") -> Iterator[Figures]:
+def begin(args: dict[str, Any], stop_and_copy: bool) -> tuple[Any, migrate.Recorder, list[migrate.Order]]:
+    """The job, its record, and the orders to give it."""
     job, recorder = migrate.start_totals(
         args,
         master=f"local-cluster[{NODES},{NODE_CORES},{EXECUTOR_MB}]",
         instances=NODES * AT_FIRST,
         epoch_rows=migrate.LOAD_ROWS,
         backups=0,
-        moves=moves,
+        stop_and_copy=stop_and_copy,
     )
     node = job.status().nodes[0]["name"]
     elsewhere = (NODES - 1) * AT_FIRST
-    orders = [
+    orders: list[migrate.Order] = [
         (order_name(before, after), partial(job.set_cores, node, after), elsewhere + after) for before, after in ORDERS
     ]
+    return job, recorder, orders
+
+
+def penstock(args: dict[str, Any], stop_and_copy: bool = False) -> Iterator[Figures]:
+    job, recorder, orders = begin(args, stop_and_copy)
     figures = migrate.go_through(job, recorder, args, orders)
     job.stop()
-    begin = figures["began"][-len(ORDERS)] - migrate.SETTLE_S
-    shown = [(round(at - begin, 3), epoch) for at, epoch in recorder.outputs if at >= begin]
+    first = figures["began"][-len(ORDERS)] - migrate.SETTLE_S
+    shown = [(round(at - first, 3), epoch) for at, epoch in recorder.outputs if at >= first]
     series = {
         "outputs": [(at, recorder.rows[epoch]) for at, epoch in shown],
         "containers": [(at, len(set(recorder.owners[epoch]))) for at, epoch in shown],
@@ -153,7 +159,7 @@ def penstock(args: dict[str, Any], moves: str = "live") -> Iterator[Figures]:
 
 
 def penstock_stop(args: dict[str, Any]) -> Iterator[Figures]:
-    return penstock(args, moves="stop")
+    return penstock(args, stop_and_copy=True)
 
 
 CONTENDERS: dict[str, common.Contender] = {PENSTOCK: penstock, STOP: penstock_stop}

@@ -538,6 +538,7 @@ def test_no_local_disk_is_told_and_what_fits_is_held() -> None:
     job.tell()
     job.run()
     assert frozenset() < job.held() < ALL
+    assert job.keeper.given_up("s") == ALL - job.held(), "whoever moves slices here must know that they do not come"
     assert "read-only" in (job.keeper.problem() or "")
     reads = len(job.store.reads)
     job.tell()
@@ -671,6 +672,7 @@ def on_a_disk_that_breaks(root: str, how: str) -> None:
     job.tell()
     job.run()
     assert job.held() == ALL and job.taken() == job.truth and job.keeper.problem() is None
+    assert not job.keeper.given_up("s")
     assert job.keeper.stats()["bytes_spilled"] > 0
     break_disk(spill.directory, how)  # with slices on it
     name = job.checkpoint(every(7))

@@ -35,6 +35,7 @@ from penstock.control.events import (
     RescaleRequested,
     RunStage,
     StageDone,
+    StoreChanged,
     Started,
     StopRequested,
     Stuck,
@@ -64,6 +65,8 @@ class Fleet(Driver):
         self.nodes = [NodeInfo(n) for n in nodes]
         self.copying = True
         """Copies are current as soon as a container hears of them."""
+        self.full: set[int] = set()
+        """Containers that have no room for copies."""
         self.writing = True
         """Deltas are written before a task ends."""
         self.warm = True
@@ -112,7 +115,9 @@ class Fleet(Driver):
         for index in run.containers or (0,):
             report = TaskReport(stage, epoch, run.attempt, index, state_bytes=self.state_bytes)
             if run.containers and self.copying:
-                report.held = (run.checkpoint, [s for s, held in enumerate(run.copies) if index in held])
+                wanted = [s for s, held in enumerate(run.copies) if index in held]
+                report.held = (run.checkpoint, [] if index in self.full else wanted)
+                report.refused = wanted if index in self.full else []
             if run.seal and self.writing and index in owners:
                 report.deltas = [self.delta_of(run, index)]
             reports.append(report)
@@ -288,6 +293,21 @@ def test_a_copy_that_is_too_far_behind_is_not_switched_to() -> None:
     assert d.phases == {0: "rebuild"}
     d.copying = True
     assert d.until(lambda: not d.phases) > 1 and d.outcomes == [(0, "done")]
+
+
+def test_a_target_without_room_for_a_copy_takes_the_slice_from_the_durable_checkpoint() -> None:
+    """Storm 492: the move waited for a copy that its target had given up."""
+    d = fleet("a", "b")
+    d.checkpoint()
+    d.full = {1}
+    d.step(StoreChanged(d.now, away=True))
+    d.move(0, to=1)
+    for _ in range(4):
+        d.epoch()
+    assert d.phases == {0: "rebuild"}, "there is nobody to take it from"
+    d.step(StoreChanged(d.now, away=False))
+    d.until(lambda: not d.phases)
+    assert d.outcomes == [(0, "done")] and d.controller.routing.owners[COUNT][0] == 1
 
 
 def test_what_is_asked_for_later_waits_for_the_checkpoint_after_the_first_switch() -> None:

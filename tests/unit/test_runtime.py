@@ -430,16 +430,17 @@ def test_a_policy_gives_nodes_back(endless: Callable[..., Job], which: tuple[str
     assert first.nodes == (chosen,)
 
 
+@pytest.mark.parametrize("interval_s", [0.0, 1_000.0])  # with every epoch; only when the job ends
 @pytest.mark.parametrize(
     ("baseline", "live", "files"),
     [(None, True, {".delta"}), (Baseline(stop_and_copy=True, full_snapshots=True), False, {".base"})],
 )
 def test_the_ways_of_others_are_there_for_comparison(
-    baseline: Baseline | None, live: bool, files: set[str], tmp_path: Path
+    baseline: Baseline | None, live: bool, files: set[str], interval_s: float, tmp_path: Path
 ) -> None:
     sink = ps.memory()
     config = ps.Config(
-        epoch_rows=10, checkpoint=str(tmp_path), checkpoint_interval_s=0.0, deltas_max=1_000, control=False
+        epoch_rows=10, checkpoint=str(tmp_path), checkpoint_interval_s=interval_s, deltas_max=1_000, control=False
     )
     job = start(counting(testing.rows(FRAME), sink), engine="local", config=config, baseline=baseline)
     job.wait()

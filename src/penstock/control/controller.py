@@ -138,8 +138,6 @@ class Controller(Shape):
         self.last_input = float("-inf")
         self.last_plan = -1e9
         self.stopping = False
-        self.away = False
-        """The store does not answer: epochs are logged when it does again."""
         self.recoveries = 0
         self.fruitless = 0
         self.compacting: set[StageId] = set()
@@ -741,7 +739,17 @@ class Controller(Shape):
         for stage, container in sorted(self.checkpoint.expected):
             waiting[stage] = (*waiting.get(stage, ()), container)
         epoch = self.checkpoint.epoch
-        return [Flush(epoch, self.attempt, self.committed, self.routing.version, waiting, self._progress(Epoch(epoch)))]
+        return [
+            Flush(
+                epoch,
+                self.attempt,
+                self.committed,
+                self.routing.version,
+                waiting,
+                self._progress(Epoch(epoch)),
+                self.settings.full_snapshots,
+            )
+        ]
 
     def _write_manifest(self) -> list[Command]:
         c = self.checkpoint

@@ -66,6 +66,8 @@ class TaskReport(msgspec.Struct):
     error: TaskError | None = None
     held: tuple[int, list[int]] | None = None
     """Slices of which it has a backup that is, or soon will be, current at a checkpoint, if that changed."""
+    refused: list[int] = []
+    """Slices that it was to have a backup of and cannot, for want of memory and disk; told together with ``held``."""
     rebuilt: dict[str, int] = {}
     """Slices that it had to bring up, by where they came from: backup, durable."""
     unsent: bool = False
@@ -377,6 +379,8 @@ class Flush(Command):
     containers: dict[StageId, tuple[int, ...]] = field(default_factory=dict)
     """Those that have not yet said that they are done."""
     progress: dict[str, Any] = field(default_factory=dict)
+    full: bool = False
+    """All of the state, not what changed: see ``Baseline``."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class Shape:
         self.outstanding: set[tuple[Attempt, Epoch, str]] = set()
         """Jobs of this or older attempts that have not come back."""
         self.recovering = False
+        self.away = False
+        """The store does not answer: epochs are logged when it does again."""
         self.routings: dict[int, RoutingTable] = {}
         """Versions that commands under way refer to."""
         self.policy = placement.policy(settings.placement)
@@ -100,6 +102,8 @@ class Shape:
         """Those that have a process and wait for others on their node to get one."""
         self.held: dict[tuple[StageId, int], tuple[int, frozenset[int]]] = {}
         """What containers say of their copies: slices that are current at a checkpoint."""
+        self.refused: dict[tuple[StageId, int], frozenset[int]] = {}
+        """Slices that containers say they have no room for a copy of."""
         self.commits: dict[StageId, tuple[Commit, ...]] = {}
         self.unsent: set[StageId] = set()
         self.sent: dict[Epoch, tuple[Mapping[StageId, int], set[StageId]]] = {}
@@ -558,6 +562,7 @@ class Shape:
             self.up[stage] -= gone
             for container in gone:
                 self.held.pop((stage, container), None)
+                self.refused.pop((stage, container), None)
         self._set_routing(routing)
         owners = dict(routing.owners)
         for stage, gone in lost.items():
@@ -687,12 +692,7 @@ class Shape:
     def _ready(self) -> list[Move]:
         if self.final:
             return []
-        ready = [
-            m
-            for m in self.migration.in_phase("rebuild")
-            for checkpoint, slices in [self.held.get((m.stage, m.target), (-1, frozenset()))]
-            if m.slice in slices and self._near(m.stage, checkpoint)
-        ]
+        ready = [m for m in self.migration.in_phase("rebuild") if self._has_copy(m) or self._needs_no_copy(m)]
         taken: Counter[tuple[StageId, int]] = Counter()
         now: list[Move] = []
         for move in ready:
@@ -701,6 +701,15 @@ class Shape:
             if taken[move.stage, move.target] <= max(1, SWITCH_BYTES // max(1, each)):
                 now.append(move)
         return now
+
+    def _has_copy(self, move: Move) -> bool:
+        checkpoint, slices = self.held.get((move.stage, move.target), (-1, frozenset()))
+        return move.slice in slices and self._near(move.stage, checkpoint)
+
+    def _needs_no_copy(self, move: Move) -> bool:
+        """A target without room for a copy beside its own slices would never get one: it takes the slice over from the
+        durable checkpoint, and the epoch waits for that."""
+        return not self.away and move.slice in self.refused.get((move.stage, move.target), ())
 
     def _complete_switch(self) -> bool:
         if not self.handed:
@@ -744,6 +753,7 @@ class Shape:
         for report in reports:
             if report.held is not None:
                 self.held[stage, report.index] = (report.held[0], frozenset(report.held[1]))
+                self.refused[stage, report.index] = frozenset(report.refused)
             if report.unsent:
                 self.unsent.add(stage)
             if report.waits and (stage, report.index) not in self.waiting_holders:

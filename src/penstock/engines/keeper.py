@@ -82,6 +82,7 @@ class Keeper:
         self._due_s: float | None = None
         self._rest_until_s = float("-inf")
         self._held: dict[str, tuple[int, frozenset[int]]] = {}
+        self._given_up: dict[str, frozenset[int]] = {}
         self._problem: str | None = None
         self._waits: str | None = None
         self._stats: dict[str, int] = {}
@@ -133,6 +134,11 @@ class Keeper:
         Deltas that are still on their way are taken in by ``take``."""
         with self._lock:
             return self._held.get(stage, (0, frozenset()))
+
+    def given_up(self, stage: str) -> frozenset[int]:
+        """Slices that this process is to hold and has no room for, as of the last step."""
+        with self._lock:
+            return self._given_up.get(stage, frozenset())
 
     def rest(self, seconds: float = REST_S) -> None:
         """What is held is needed now, and what is to be read for new copies can wait a little."""
@@ -410,6 +416,7 @@ class Keeper:
         """What tasks see of a step. Under the lock."""
         stages = list(self._stages.values())
         self._held = {kept.stage: (kept.checkpoint, kept.backups.within_reach(kept.checkpoint)) for kept in stages}
+        self._given_up = {kept.stage: kept.backups.given_up for kept in stages}
         problems = [self._fault, self._spill_problem, *(kept.backups.problem for kept in stages)]
         self._problem = next((problem for problem in problems if problem), None)
         self._waits = next((kept.waits for kept in stages if kept.waits), None)

@@ -83,6 +83,7 @@ def flush_specs(command: Flush, plan: Plan, routing: RoutingTable) -> list[TaskS
             routing.slices,
             {stage.id: list(routing.owners[stage.id])},
             {stage.id: routing.instances[stage.id]},
+            full=command.full,
             progress=command.progress,
         )
         for stage in plan.stages

@@ -192,8 +192,8 @@ class Container:
     """Deltas being written."""
     unsent: list[dict[int, bytes]] = field(default_factory=list)
     """Pieces of deltas that were written: holder -> piece."""
-    told: tuple[int, frozenset[int]] | None = None
-    """What the driver knows of its copies."""
+    told: tuple[tuple[int, frozenset[int]], frozenset[int]] | None = None
+    """What the driver knows of its copies: those it has, and those it cannot have."""
     load: np.ndarray | None = None
     """Rows that came for each slice since that was last reported."""
 
@@ -483,15 +483,15 @@ class Worker:
 
     def _tell_copies(self, stage: Stage, spec: TaskSpec, container: Container, report: TaskReport) -> None:
         wanted = self._copies(spec)
-        held = (spec.checkpoint, wanted)
+        held, refused = (spec.checkpoint, wanted), frozenset[int]()
         if self.keeper is not None:
             self._keep(stage, spec, wanted)
             checkpoint, slices = self.keeper.held(spec.stage)
-            held = (checkpoint, slices & wanted)
+            held, refused = (checkpoint, slices & wanted), self.keeper.given_up(spec.stage) & wanted
             report.problem, report.waits = self.keeper.problem() or "", self.keeper.waits() or ""
-        if held != container.told:
-            container.told = held
-            report.held = (held[0], sorted(held[1]))
+        if (held, refused) != container.told:
+            container.told = (held, refused)
+            report.held, report.refused = (held[0], sorted(held[1])), sorted(refused)
         report.unsent = bool(container.unsent)
 
     def _to_peers(self, spec: TaskSpec, container: Container) -> dict[tuple[str, int], bytes]:

@@ -172,6 +172,11 @@ class Backups:
     def wanted(self) -> frozenset[int]:
         return self._wanted
 
+    @property
+    def given_up(self) -> frozenset[int]:
+        """Wanted slices that there is no room for. They are not tried again until something else is wanted."""
+        return frozenset(self._given_up)
+
     def want(self, slices: frozenset[int]) -> None:
         """What to hold from now on; others are dropped."""
         if slices == self._wanted:

@@ -40,11 +40,13 @@ def test_executors_are_lost_in_every_way(tmp_path: Path) -> None:
 
 
 def test_a_start_a_process_a_hang_and_everything_at_once(tmp_path: Path) -> None:
-    found = run(__file__, tmp_path, "in a start,a worker,a hang,all", 256, timeout_s=580)
+    found = run(__file__, tmp_path, "in a start,a worker,a hang,all,a bad disk", 256, timeout_s=580)
     assert found["equal"], f"the output differs: {found['differ']}"
     said = found["said"]
     assert said["all"]["durable"] > 0, "when all are gone, the durable checkpoint restores"
     assert len(said["all"]["newcomers"]) == NODES and min(said["all"]["newcomers"]) > 0
+    assert said["a bad disk"]["backup"] > 0 and said["a bad disk"]["durable"] == 0
+    assert any("is given back to Spark" in notice for notice in found["notices"])
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------
@@ -118,6 +120,8 @@ class Faults:
         self.hangs = hangs
         self.rebuilt: list[dict[str, int]] = []
         self.pids: dict[tuple[str, int], int] = {}
+        self.nodes = NODES
+        """So many are there when all is well."""
         watch.on_event.append(self._hear)
 
     def _hear(self, event: Any) -> None:
@@ -128,7 +132,7 @@ class Faults:
 
     def whole(self, c: Controller) -> bool:
         """All nodes are there and have slices, those who came late too; nothing moves; every slice has its backup."""
-        if len(c.nodes) < NODES or c.migration.moves:
+        if len(c.nodes) != self.nodes or c.migration.moves:
             return False
         status = self.watch.job.status()
         backups = status.backups
@@ -147,6 +151,7 @@ class Faults:
             "a worker": lambda: os.kill(self.pids["sums", 0], signal.SIGKILL),
             "a hang": self._a_hang,
             "all": lambda: kill(executors()),
+            "a bad disk": self._a_bad_disk,
         }
         strikes[fault]()
         self.watch.until(
@@ -180,6 +185,14 @@ class Faults:
         self._loss()
         self.watch.until("another executor comes", lambda c: len(c.nodes) >= NODES)
         kill(executors()[-1:])
+
+    def _a_bad_disk(self) -> None:
+        """An executor that answers, and cannot write a single block any more."""
+        for folder in executors()[0].environ()["SPARK_EXECUTOR_DIRS"].split(os.pathsep):
+            for blocks in Path(folder).glob("blockmgr-*"):
+                blocks.rename(blocks.with_name(f"away-{blocks.name}"))
+                blocks.touch()
+        self.nodes = NODES - 1
 
     def _a_hang(self) -> None:
         """User code that does not come back, in the container that has this key."""

@@ -35,6 +35,7 @@ from penstock.control.events import (
     RescaleRequested,
     RunStage,
     StageDone,
+    StageFailed,
     Started,
     StopRequested,
     StoreChanged,
@@ -996,6 +997,52 @@ def test_a_node_that_owned_nothing_costs_no_recovery() -> None:
     d.lose("c")
     assert d.controller.recoveries == 0
     assert d.said[-1] == "lost node c; it owned nothing"
+
+
+def failing(d: Fleet, epoch: int, *nodes: str) -> list[Command]:
+    """The next attempts all fail, there."""
+    said: list[Command] = []
+    for node in nodes:
+        c = d.controller
+        said = d.step(StageFailed(d.now, Epoch(epoch), IN, c.attempt, "no space left on device", node))
+    return said
+
+
+def test_a_node_on_which_every_task_fails_is_given_back() -> None:
+    d = fleet("a", "b", "c", backups=1)
+    d.until(lambda: bool(d.controller.held))
+    number = d.begin()
+    assert not [c for c in failing(d, number, "c", "c") if isinstance(c, ReleaseNodes)]
+    said = failing(d, number, "c")
+    assert one(said, ReleaseNodes).nodes == ("c",)
+    one(said, CancelAll)
+    assert "every task on node c fails, so it is given back to Spark: no space left on device" in d.said
+    assert not d.controller.routing.slices_of(COUNT, 2), "its slices come up elsewhere"
+    assert "c" not in {d.controller.routing.homes[i] for i in one(said, RunStage).containers}
+    recoveries = d.controller.recoveries
+    d.run_again()
+    d.lose("c")
+    assert d.controller.recoveries == recoveries and d.said[-1] == "node c has left"
+    d.checkpoint()
+
+
+@pytest.mark.parametrize("nodes", [("c", "b", "c", "c"), ("c", "c", "gone"), ("", "", "")])
+def test_failures_of_several_nodes_are_no_nodes_fault(nodes: tuple[str, ...]) -> None:
+    d = fleet("a", "b", "c")
+    said = failing(d, d.begin(), *nodes)
+    assert not [c for c in said if isinstance(c, ReleaseNodes)] and d.controller.phase == "running"
+
+
+def test_progress_makes_a_node_fit_again_and_the_last_one_stays() -> None:
+    d = fleet("a", "b")
+    number = d.begin()
+    failing(d, number, "a", "a")
+    d.finish(number)
+    number = d.begin()
+    assert not [c for c in failing(d, number, "a", "a") if isinstance(c, ReleaseNodes)]
+    d = fleet("a")
+    said = failing(d, d.begin(), "a", "a", "a", "a")
+    assert not [c for c in said if isinstance(c, ReleaseNodes)] and d.controller.phase == "running"
 
 
 def test_without_any_node_the_job_waits_for_one() -> None:

@@ -82,6 +82,8 @@ CLOCK = "clock"
 """Among the clocks of edges: the clock of the last epoch (ms), which never goes back."""
 RECOVERIES_MAX = 5
 """Recoveries in a row without a new epoch published, or a checkpoint taken, in between."""
+UNFIT_AFTER = 3
+"""Failures in a row that all came from one node, without progress in between: then it is the node's fault."""
 COMMITS_KEPT = 6
 """Whoever keeps copies hears of each checkpoint so often."""
 MOVING_DELTAS = 4
@@ -140,6 +142,8 @@ class Controller(Shape):
         self.stopping = False
         self.recoveries = 0
         self.fruitless = 0
+        self.failed_on: list[str] = []
+        """Where the last tasks failed, since there was progress."""
         self.compacting: set[StageId] = set()
         self.routing_logged = 0
 
@@ -266,6 +270,10 @@ class Controller(Shape):
         self._rewind(now)
         return [CancelAll(self.attempt, cause=f"failure: {reason}")]
 
+    def _progressed(self) -> None:
+        self.fruitless = 0
+        self.failed_on = []
+
     def _give_up(self, error: TaskError) -> list[Command]:
         self.phase = "failed"
         return [CancelAll(Attempt(self.attempt + 1)), Fail(error)]
@@ -347,6 +355,12 @@ class Controller(Shape):
         self.outstanding.discard((event.attempt, event.epoch, event.stage))
         if event.attempt != self.attempt:
             return []
+        if event.node:
+            self.failed_on = [*self.failed_on[1 - UNFIT_AFTER :], event.node]
+        others = self.nodes.keys() - self.leaving - {event.node}
+        if event.node in self.nodes.keys() - self.leaving and others and self.failed_on == [event.node] * UNFIT_AFTER:
+            self.failed_on = []
+            return self._dismiss(event.node, event.now, event.reason)
         return self._recover(event.now, event.reason)
 
     def _epoch_published(self, event: EpochPublished) -> list[Command]:
@@ -360,7 +374,7 @@ class Controller(Shape):
         """All sinks have this epoch."""
         del self.in_flight[run.epoch]
         if run.epoch > self.published:
-            self.fruitless = 0  # what is published again after a failure is no progress
+            self._progressed()  # what is published again after a failure is no progress
         self.published = Epoch(max(self.published, run.epoch))
         self.clocks, self.watermarks = run.clocks, {**self.watermarks, **run.watermarks}
         rows = sum(r["rows"] for r in run.record["ranges"].values())
@@ -492,7 +506,7 @@ class Controller(Shape):
         before = self.committed
         self.checkpoint = None
         self.committed = done.epoch
-        self.fruitless = 0
+        self._progressed()
         self.manifest = self._advanced(done)
         self.committed_clocks, self.committed_watermarks = done.clocks, done.watermarks
         record = self.log.get(done.epoch)

@@ -155,6 +155,8 @@ class StageFailed(Event):
     stage: StageId
     attempt: Attempt
     reason: str
+    node: str = ""
+    """Where the task failed, as far as that is known."""
 
 
 @dataclass(frozen=True)

@@ -553,6 +553,25 @@ class Shape:
         """Containers are gone: their slices go to who has copies of them, and everybody goes back to the checkpoint.
         Unless they went because we let them go (``parted``): nothing that is under way needs them.
         """
+        worked, told = self._take_over(lost)
+        if not worked and (parted or not self.outstanding):
+            self._adopt()
+            return [Tell(f"{reason.removeprefix('lost ')} has left" if parted else f"{reason}; it owned nothing")]
+        return [*self._recover(now, reason), *told]
+
+    def _dismiss(self, node: str, now: float, reason: str) -> list[Command]:
+        """A node that is there and of no use, because its disk is full, say: everybody goes on without it."""
+        self.leaving.add(node)
+        self.drained[node] = self.next_epoch
+        self.released.add(node)
+        gone = {c for c, home in self.routing.homes.items() if home == node}
+        _, told = self._take_over({s.id: gone for s in self.topology.stages})
+        why = f"every task on {_named([node])} fails, so it is given back to Spark: {reason}"
+        return [*self._recover(now, reason), Tell(why), *told, ReleaseNodes((node,))]
+
+    def _take_over(self, lost: Mapping[StageId, set[int]]) -> tuple[bool, list[Tell]]:
+        """Slices of containers that are gone go to others, and containers that work get a node. Did they own any? And
+        what there is to tell of it."""
         self._complete_switch()
         homes = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
         routing = self.routing.change(homes=homes)
@@ -580,10 +599,7 @@ class Shape:
             self._set_routing(self.routing.change(owners=owners))
         self._house(self._working())
         self._rehold()
-        if not worked and (parted or not self.outstanding):
-            self._adopt()
-            return [Tell(f"{reason.removeprefix('lost ')} has left" if parted else f"{reason}; it owned nothing")]
-        return [*self._recover(now, reason), *(Tell(text) for text in told)]
+        return worked, [Tell(text) for text in told]
 
     def _adopt(self) -> None:
         """Epochs that have not begun hear of homes and holders that changed since they were planned."""

@@ -516,7 +516,7 @@ class SparkEngine:
         except Exception as error:
             reason = private.short_reason(error)
             self._look_again(reason)  # who decides what to do next should know who is there
-            event = StageFailed(time.monotonic(), epoch, stage, attempt, reason)
+            event = StageFailed(time.monotonic(), epoch, stage, attempt, reason, private.failed_on(error))
         with self.lock:
             self.jobs.pop((epoch, stage, attempt), None)
         self.post(event)

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,25 @@ class Watch:
         if self.runtime.ended.is_set():
             self.job.wait()  # raises what ended it
         assert ok, f"waited in vain for: {what}; {self.job.status()}"
+
+
+TICK_S = 0.4
+
+
+def paced(epoch_rows: int, ahead: int = 0) -> dict[str, Any]:
+    """For a generator: after ``ahead`` epochs the next come one in each tick, and each is whole, so that they are cut
+    as without a pace. Epochs upon epochs would take the processors from executors that are being started.
+    """
+    began: list[float] = []
+
+    def ticks() -> float:
+        now = time.monotonic()
+        if not began:
+            began.append(now)
+            return 0.0
+        return float(ahead + (now - began[0]) // TICK_S)
+
+    return {"rows_per_s": epoch_rows, "clock": ticks}
 
 
 def digests(out: Path, sinks: str) -> dict[tuple[str, int], str]:

@@ -19,7 +19,7 @@ import pytest
 import penstock as ps
 from penstock.control.controller import Controller
 from penstock.engines.job import start
-from tests.spark.child import Watch, differences, digests, executors, kill, own_digests, run, say
+from tests.spark.child import Watch, differences, digests, executors, kill, own_digests, paced, run, say
 
 pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -83,14 +83,14 @@ def make(first: int, n: int, rng: Any) -> pl.DataFrame:
     return pl.DataFrame({"word": [word(v) for v in i], "n": [v % 10 for v in i], "x": [v / 7 for v in i]})
 
 
-def build(out: Path, hangs: Path) -> ps.Flow:
+def build(out: Path, hangs: Path, **pace: Any) -> ps.Flow:
     (out / "own").mkdir(parents=True)
 
     def own(epoch: int, frame: pl.DataFrame) -> None:  # idempotent: an epoch that comes again replaces itself
         frame.sort(pl.all()).write_ipc(out / "own" / f"{epoch:06d}.arrow")
 
     flow = ps.Flow("faults")
-    words = flow.source("in", ps.generator(make, schema={"word": str, "n": int, "x": float}))
+    words = flow.source("in", ps.generator(make, schema={"word": str, "n": int, "x": float}, **pace))
     sums = words.key_by("word").aggregate("sums", rows=ps.count(), x=ps.sum("x"))
     sums.sink("a", ps.parquet(out / "a", durable=False))
     sums.sink("own", ps.foreach_batch(own))
@@ -214,10 +214,11 @@ def main(place: Path, names: list[str], backup_memory_mb: int) -> None:
         control=False,
         **SETTINGS,
     )
-    job = start(build(place / "spark", hangs), engine="spark", config=config)
+    loaded = LARGE_KEYS * LARGE_EVERY // SETTINGS["epoch_rows"]
+    pace = paced(SETTINGS["epoch_rows"], ahead=loaded + 1)
+    job = start(build(place / "spark", hangs, **pace), engine="spark", config=config)
     watch = Watch(job, 150)
     faults = Faults(watch, hangs)
-    loaded = LARGE_KEYS * LARGE_EVERY // SETTINGS["epoch_rows"]
     watch.until("everything is loaded, and backed up", lambda c: c.committed > loaded and faults.whole(c))
     if backup_memory_mb == 1:
         watch.until("every holder has more than fits into its memory", lambda c: spilled(disk) >= NODES)

@@ -21,7 +21,7 @@ import pytest
 import penstock as ps
 from penstock.engines.job import Job, start
 from penstock.errors import ConfigError
-from tests.spark.child import Watch, differences, digests, executors, kill, node_of, own_digests, run, say
+from tests.spark.child import Watch, differences, digests, executors, kill, node_of, own_digests, paced, run, say
 
 pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow]
 
@@ -43,14 +43,14 @@ def make(first: int, n: int, rng: Any) -> pl.DataFrame:
     return pl.DataFrame({"word": [f"w{v * 7919 % 401}" for v in i], "n": [v % 10 for v in i], "x": [v / 7 for v in i]})
 
 
-def build(out: Path) -> ps.Flow:
+def build(out: Path, **pace: Any) -> ps.Flow:
     (out / "own").mkdir(parents=True)
 
     def own(epoch: int, frame: pl.DataFrame) -> None:  # idempotent: an epoch that comes again replaces itself
         frame.sort(pl.all()).write_ipc(out / "own" / f"{epoch:06d}.arrow")
 
     flow = ps.Flow("storm")
-    words = flow.source("in", ps.generator(make, schema={"word": str, "n": int, "x": float}))
+    words = flow.source("in", ps.generator(make, schema={"word": str, "n": int, "x": float}, **pace))
     sums = words.key_by("word").aggregate("sums", rows=ps.count(), x=ps.sum("x"))
     sums.sink("a", ps.parquet(out / "a", durable=False))
     chain = words.key_by("word").process("chain", Chain(), schema={"word": str, "chain": int})
@@ -127,7 +127,7 @@ def main(place: Path, seed: int, orders: int, kills: int) -> None:
     config = ps.Config(
         master=f"local-cluster[{NODES},1,1024]", checkpoint=str(place / "ck"), backups=1, control=False, **SETTINGS
     )
-    job = start(build(place / "spark"), engine="spark", config=config)
+    job = start(build(place / "spark", **paced(SETTINGS["epoch_rows"])), engine="spark", config=config)
     watch = Watch(job, 150)
     ended: set[Any] = set()
     watch.on_event.append(lambda event: ended.update(watch.controller.migration.ended))

@@ -543,7 +543,7 @@ class ConsoleSink(_OncePerEpoch):
 
 
 def foreach_batch(fn: Callable[[int, pl.DataFrame], object]) -> ForeachSink:
-    """Call ``fn(epoch, frame)`` on the driver for each epoch, empty ones too.
+    """Call ``fn(epoch, frame)`` on the driver for each epoch that has rows.
 
     After a restart the last epochs may come again with the same number and rows: make ``fn`` idempotent by epoch.
     """

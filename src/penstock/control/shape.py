@@ -564,9 +564,10 @@ class Shape:
         self.leaving.add(node)
         self.drained[node] = self.next_epoch
         self.released.add(node)
+        self.invited = 0
         gone = {c for c, home in self.routing.homes.items() if home == node}
         _, told = self._take_over({s.id: gone for s in self.topology.stages})
-        why = f"every task on {_named([node])} fails, so it is given back to Spark: {reason}"
+        why = f"every task on {_named([node])} fails, so it is given back, and can be replaced by scale_out: {reason}"
         return [*self._recover(now, reason), Tell(why), *told, ReleaseNodes((node,))]
 
     def _take_over(self, lost: Mapping[StageId, set[int]]) -> tuple[bool, list[Tell]]:
@@ -806,6 +807,7 @@ class Shape:
         going = tuple(n for n, e in self.drained.items() if n not in self.released and self.published >= e)
         if going:
             self.released |= set(going)
+            self.invited = 0  # the engine does not wait any more for those that have not come
             out.append(ReleaseNodes(going))
         return out
 

@@ -173,7 +173,11 @@ def test_a_job_that_has_just_begun_reads_nothing() -> None:
     assert job.keeper.problem() is None
 
 
-def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once() -> None:
+@pytest.mark.parametrize("together", [1, 2, 3, SLICES])
+def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GROUP_ROWS", together * len(KEYS) // SLICES)
     job = Job()
     names = [job.checkpoint(every(1)), job.checkpoint({5: None, 6: 2}), job.checkpoint({6: None, 5: 3})]
     job.tell()
@@ -181,6 +185,28 @@ def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once() -> Non
     assert job.held() == ALL and job.taken() == job.truth
     assert sorted(job.store.reads) == sorted(names)
     assert job.keeper.stats()["seeded"] == SLICES
+
+
+def test_slices_that_travel_together_may_part_on_the_way() -> None:
+    files = [DeltaFile(f"f{i}", "s", "delta", i, i + 1, tuple(ALL), 200, 100, "") for i in range(2)]
+    seed = module._Seed(2, ALL, files, {}, SLICES, 10**9)
+    assert set(seed.group.values()) == {0}
+
+    def opened(name: str, values: dict[int, int | None]) -> codec.Opened:
+        job = Job()
+        return codec.Opened(job.store.get(job.checkpoint(values)), name)
+
+    seed.open(opened("f0", every(1)))
+    seed.add_some(["k"])
+    assert not seed.finished(["k"]), "another file counts for them"
+    seed.only({0, 2})
+    seed.open(opened("f1", {**dict.fromkeys(range(0, 200, 2), 2), 7: None}))
+    seed.add_some(["k"])
+    found = seed.finished(["k"])
+    assert found.keys() == {0, 2} and not seed.slices and not seed.parts
+    for number, (frame,) in found.items():
+        keys = [k for k in KEYS.tolist() if OF_KEY[k] == number and k != 7]
+        assert sorted(frame.select("k", "n").rows()) == [(k, 1 if k % 2 else 2) for k in keys]
 
 
 @pytest.mark.parametrize(("memory_max", "reads"), [(10**9, 1), (3_000, 2)])
@@ -208,6 +234,7 @@ def test_a_large_file_is_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch, m
 
 def test_slices_that_a_last_file_completes_are_not_made_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STEP_ROWS", 10)
+    monkeypatch.setattr(module, "GROUP_ROWS", 10)
     job = Job()
     job.checkpoint(every(1))
     job.checkpoint({5: 2})

@@ -25,8 +25,8 @@ import polars as pl
 
 from penstock.errors import CorruptData
 from penstock.state.backup import Backups, Commit, Spill, merge_two, owned
-from penstock.state.checkpoint import DeltaFile, Manifest, check_file
-from penstock.state.codec import Opened, decode, select_slices
+from penstock.state.checkpoint import DeltaFile, Manifest, check_file, merge_frames
+from penstock.state.codec import Opened, decode, select_slices, sort_by_slice
 from penstock.state.store import Store
 
 PATIENCE_S: Final = 2.0
@@ -39,10 +39,17 @@ STEP_ROWS: Final = 2**17
 """Taken from a file, or made a copy of, at a time, or a slice: a tenth of a second."""
 STEP_SLICES: Final = 64
 """No more than this either: each has a fixed price."""
+GROUP_ROWS: Final = 2**15
+"""Slices that come to no more than this are merged together."""
+GROUP_SHARE: Final = 64
+"""Nor may their files come to more than this part of the memory: in it they are several times as large."""
 WORK_BYTES: Final = 4 << 20
 """Merged or spilled in a step: some hundredths of a second."""
 BURST_S: Final = 0.25
 """So much of a second's bytes may be read at once after a rest."""
+IDLE_RATIO: Final = 1.0
+"""After each step of a seed, so many times as long as it took nothing is read: epochs that run meanwhile share the
+processors, and the interpreter, with it."""
 REST_S: Final = 3.0
 """After a recovery nothing is read for so long: the epochs that run again need the processors and the store more."""
 _SEEN_MAX: Final = 256
@@ -81,6 +88,7 @@ class Keeper:
         self._stepping = False
         self._due_s: float | None = None
         self._rest_until_s = float("-inf")
+        self._idle_until_s = float("-inf")
         self._held: dict[str, tuple[int, frozenset[int]]] = {}
         self._given_up: dict[str, frozenset[int]] = {}
         self._problem: str | None = None
@@ -316,7 +324,7 @@ class Keeper:
         ready = [kept for kept in stages if now >= kept.resume_s and self._has_to_read(kept, now)]
         if not ready:
             return False
-        pause_s = self._rate.pause_s()
+        pause_s = max(self._rate.pause_s(), self._idle_until_s - now)
         if pause_s > 0:
             if self._wait is None:
                 return False
@@ -329,6 +337,7 @@ class Keeper:
             self._fetch(kept, name)
         else:
             self._seed_some(kept)
+            self._idle_until_s = self._clock() + (self._clock() - now) * IDLE_RATIO
         return True
 
     def _late(self, kept: _Stage, now: float) -> str | None:
@@ -380,7 +389,7 @@ class Keeper:
                 self._failed(kept, error)
             return
         backups.memory_max = self._share(backups)
-        for number, parts in seed.finished().items():
+        for number, parts in seed.finished(backups.key).items():
             backups.seed(number, seed.checkpoint, parts, seed.progress)
             self._counts["seeded"] += 1
         seed.limit(backups.memory_max)
@@ -396,7 +405,8 @@ class Keeper:
         slices = kept.backups.to_seed(checkpoint)
         manifest = self._load_manifest(checkpoint)
         progress = {source: read["offset"] for source, read in manifest.sources.items()}
-        kept.seeding = _Seed(checkpoint, set(slices), manifest.files_for(kept.stage, slices), progress)
+        files = manifest.files_for(kept.stage, slices)
+        kept.seeding = _Seed(checkpoint, slices, files, progress, kept.backups.slices_total, kept.backups.memory_max)
         kept.backups.pinned = checkpoint
         return kept.seeding
 
@@ -492,23 +502,40 @@ class _Stage:
         self.pause_s = self.resume_s = 0.0
 
 
-@dataclass
 class _Seed:
-    """Slices on their way from the durable checkpoint. Each file is read once for all of them."""
+    """Slices on their way from the durable checkpoint. Each file is read once for all of them.
 
-    checkpoint: int
-    slices: set[int]
-    files: list[DeltaFile]
-    """Yet to be read, in order."""
-    progress: Mapping[str, Any]
-    """source -> how far it had been read at the checkpoint"""
-    parts: dict[int, list[pl.DataFrame]] = field(default_factory=dict)
-    """Slice -> what was read of it, in order, each part more than twice as large as the next: merging every delta into
-    all that came before it would take as long as there are deltas times the state."""
-    opened: Opened | None = None
-    """The first of the files, if it has been read,"""
-    added: set[int] = field(default_factory=set)
-    """and the slices that have been taken from it."""
+    Small slices travel in groups, and are told apart at the end: to merge each delta of each of hundreds of slices by
+    itself costs more than all their rows do.
+    """
+
+    def __init__(
+        self,
+        checkpoint: int,
+        slices: Collection[int],
+        files: Sequence[DeltaFile],
+        progress: Mapping[str, Any],
+        slices_total: int,
+        bytes_max: int,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.slices = set(slices)
+        self.files = list(files)
+        """Yet to be read, in order."""
+        self.progress = progress
+        """source -> how far it had been read at the checkpoint"""
+        self.slices_total = slices_total
+        self.size = _group_size(files, bytes_max)
+        chosen = sorted(slices)
+        self.group = {number: chosen[i - i % self.size] for i, number in enumerate(chosen)}
+        """Slice -> the first of those that it travels with."""
+        self.parts: dict[int, list[pl.DataFrame]] = {}
+        """Group -> what was read of it, in order, each part more than twice as large as the next: merging every delta
+        into all that came before it would take as long as there are deltas times the state."""
+        self.opened: Opened | None = None
+        """The first of the files, if it has been read,"""
+        self.added: set[int] = set()
+        """and the slices that have been taken from it."""
 
     def open(self, opened: Opened) -> None:
         self.opened = opened
@@ -519,10 +546,10 @@ class _Seed:
         left = self.slices.intersection(self.files[0].slices) - self.added
         some = self.opened.first(left, STEP_ROWS)[:STEP_SLICES]
         meta, frame = self.opened.read(some)
-        for number in some:
-            rows = select_slices(meta, frame, [number])
+        for first, together in self._grouped(some).items():
+            rows = select_slices(meta, frame, together)
             if rows.height:
-                parts = self.parts.setdefault(number, [])
+                parts = self.parts.setdefault(first, [])
                 parts.append(owned(rows))
                 while len(parts) > 1 and parts[-2].height <= 2 * parts[-1].height:
                     newer, older = parts.pop(), parts.pop()
@@ -532,35 +559,67 @@ class _Seed:
             self.files.pop(0)
             self.opened = None
 
-    def finished(self) -> dict[int, list[pl.DataFrame]]:
-        """Of the slices that no file to come counts for the first few, with what was read of them. They leave."""
-        waiting = {number for file in self.files for number in file.slices}
+    def finished(self, key: Sequence[str]) -> dict[int, list[pl.DataFrame]]:
+        """Of the groups that no file to come counts for the first few slices, with what was read of them. They
+        leave."""
+        waiting = {self.group[number] for file in self.files for number in self.slices.intersection(file.slices)}
         done: dict[int, list[pl.DataFrame]] = {}
         rows = 0
-        for number in sorted(self.slices - waiting)[:STEP_SLICES]:
-            rows += sum(part.height for part in self.parts.get(number, ()))
-            if done and rows > STEP_ROWS:
+        for first, together in self._grouped(sorted(self.slices)).items():
+            if first in waiting:
+                continue
+            parts = self.parts.get(first, [])
+            rows += sum(part.height for part in parts)
+            if done and (rows > STEP_ROWS or len(done) + len(together) > STEP_SLICES):
                 break
-            done[number] = self.parts.pop(number, [])
+            self.parts.pop(first, None)
+            done |= self._apart(parts, together, key)
         self.slices.difference_update(done)
         return done
+
+    def _apart(
+        self, parts: list[pl.DataFrame], together: Sequence[int], key: Sequence[str]
+    ) -> dict[int, list[pl.DataFrame]]:
+        """What a group came to, slice by slice. Rows of slices that are no longer wanted are left out."""
+        if self.size == 1 or not parts:
+            return {number: parts for number in together}
+        whole = parts[0]
+        if len(parts) > 1:
+            # All small ones together first: each merge into the large one copies all of it.
+            whole = merge_two(whole, merge_frames(parts[1:], key, drop_deleted=False), key, drop_deleted=True)
+        whole, index = sort_by_slice(whole, self.slices_total)
+        return {number: [whole.slice(*index[number])] if number in index else [] for number in together}
+
+    def _grouped(self, slices: Iterable[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number in slices:
+            found.setdefault(self.group[number], []).append(number)
+        return found
 
     def only(self, want: Collection[int]) -> None:
         """Slices that are no longer wanted are left out, and files of theirs alone are not read."""
         self.slices.intersection_update(want)
-        for number in [number for number in self.parts if number not in self.slices]:
-            del self.parts[number]
+        left = {self.group[number] for number in self.slices}
+        for first in [first for first in self.parts if first not in left]:
+            del self.parts[first]
         self.files = [file for file in self.files if self.slices.intersection(file.slices)]
 
     def limit(self, bytes_max: int) -> None:
-        """What is half read must fit into memory: the last slices are put off to a seed of their own."""
-        sizes = {number: sum(int(part.estimated_size()) for part in parts) for number, parts in self.parts.items()}
+        """What is half read must fit into memory: the last groups are put off to a seed of their own."""
+        sizes = {first: sum(int(part.estimated_size()) for part in parts) for first, parts in self.parts.items()}
         total = sum(sizes.values())
-        for number in sorted(sizes, reverse=True)[:-1]:
+        for first in sorted(sizes, reverse=True)[:-1]:
             if total <= bytes_max:
                 return
-            total -= sizes[number]
-            self.only({earlier for earlier in self.slices if earlier < number})
+            total -= sizes[first]
+            self.only({earlier for earlier in self.slices if self.group[earlier] < first})
+
+
+def _group_size(files: Sequence[DeltaFile], bytes_max: int) -> int:
+    """So many slices go together: what they come to is soon merged, and is a small part of the memory."""
+    rows = max((file.rows // file.slices_written for file in files), default=0)
+    read = sum(file.bytes // file.slices_written for file in files)
+    return max(1, min(STEP_SLICES, GROUP_ROWS // max(1, rows), bytes_max // (GROUP_SHARE * max(1, read))))
 
 
 class _Rate:

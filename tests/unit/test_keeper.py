@@ -187,6 +187,34 @@ def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once(
     assert job.keeper.stats()["seeded"] == SLICES
 
 
+def test_between_two_steps_of_a_seed_there_is_a_rest_as_long_as_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not longer, though, than a step may take that did not wait for the store."""
+    monkeypatch.setattr(module, "STEP_ROWS", 10)
+    monkeypatch.setattr(module, "GROUP_ROWS", 10)
+    monkeypatch.setattr(codec, "BATCH_ROWS", 10)
+    now, rests, takes = [0.0], [0.0], iter([0.1, 0.3, 0.1, 5.0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+        rests[-1] += seconds
+
+    job = Job(wait=wait)
+    job.keeper._clock = lambda: now[0]
+    some = module._Seed.add_some
+
+    def slow(seed: Any, key: Any) -> None:
+        some(seed, key)
+        now[0] += next(takes)
+        rests.append(0.0)
+
+    monkeypatch.setattr(module._Seed, "add_some", slow)
+    job.checkpoint(every(1))
+    job.tell()
+    job.run()
+    assert job.held() == ALL
+    assert rests == pytest.approx([0.0, 0.1, module.IDLE_MAX_S, 0.1, module.IDLE_MAX_S], abs=1e-6)
+
+
 def test_slices_that_travel_together_may_part_on_the_way() -> None:
     files = [DeltaFile(f"f{i}", "s", "delta", i, i + 1, tuple(ALL), 200, 100, "") for i in range(2)]
     seed = module._Seed(2, ALL, files, {}, SLICES, 10**9)

@@ -47,9 +47,9 @@ WORK_BYTES: Final = 4 << 20
 """Merged or spilled in a step: some hundredths of a second."""
 BURST_S: Final = 0.25
 """So much of a second's bytes may be read at once after a rest."""
-IDLE_RATIO: Final = 1.0
-"""After each step of a seed, so many times as long as it took nothing is read: epochs that run meanwhile share the
-processors, and the interpreter, with it."""
+IDLE_MAX_S: Final = 0.2
+"""After each step of a seed nothing is read for as long as it took: epochs that run meanwhile share the processors, and
+the interpreter, with it. No longer than this, though: a long step has waited for the store."""
 REST_S: Final = 3.0
 """After a recovery nothing is read for so long: the epochs that run again need the processors and the store more."""
 _SEEN_MAX: Final = 256
@@ -337,7 +337,8 @@ class Keeper:
             self._fetch(kept, name)
         else:
             self._seed_some(kept)
-            self._idle_until_s = self._clock() + (self._clock() - now) * IDLE_RATIO
+            done = self._clock()
+            self._idle_until_s = done + min(done - now, IDLE_MAX_S)
         return True
 
     def _late(self, kept: _Stage, now: float) -> str | None:

@@ -549,6 +549,8 @@ class Guarded:
         self._direction: Direction = ""
         self._agreed = 0
         self._since = 0.0
+        self._modest: Decision | None = None
+        """The least that was wished to be given back since then."""
 
     @property
     def name(self) -> str:
@@ -562,18 +564,21 @@ class Guarded:
             return self._hold(wish, wrong)
         direction = wish.direction(seen)
         if direction != self._direction:
-            self._direction, self._agreed, self._since = direction, 0, seen.now
+            self._begin_anew(direction, seen.now)
         if not direction:
             return wish
         since_last = math.inf if self._decided_at is None else seen.now - self._decided_at
         if since_last < self.cool_down_s:
             # Figures of the time before the last change count for nothing.
-            self._agreed, self._since = 0, seen.now
+            self._begin_anew(direction, seen.now)
             return self._hold(wish, f"{self.cool_down_s - since_last:.1f} s of the cool-down are left")
         if seen.moving:
-            self._agreed, self._since = 0, seen.now
+            self._begin_anew(direction, seen.now)
             return self._hold(wish, f"{seen.moving} slices are on their way")
         self._agreed += 1
+        if direction == "in":
+            # Of a load that swings, a low moment must not decide what the high ones have to do with.
+            wish = self._modest = wish if self._modest is None else self._in_common(self._modest, wish)
         if self._agreed < self.confirm:
             return self._hold(wish, f"seen {self._agreed} of {self.confirm} times in a row")
         patient_s = self._patience * self.cool_down_s
@@ -597,7 +602,21 @@ class Guarded:
         if direction == "in":
             self._given_back_at = now
         self._decided_at = now
-        self._direction, self._agreed, self._since = "", 0, now
+        self._begin_anew("", now)
+
+    def _begin_anew(self, direction: Direction, now: float) -> None:
+        self._direction, self._agreed, self._since, self._modest = direction, 0, now, None
+
+    def _in_common(self, modest: Decision, wish: Decision) -> Decision:
+        """What both would give back, in the words of the newer."""
+        if modest.kind != wish.kind:
+            return wish
+        if wish.kind == "rescale":
+            both = {s: max(modest.instances[s], n) for s, n in wish.instances.items() if s in modest.instances}
+            return self._smaller(wish, both != dict(wish.instances), instances=both)
+        if wish.kind == "scale_in" and not wish.which:
+            return self._smaller(wish, modest.nodes < wish.nodes, nodes=min(modest.nodes or wish.nodes, wish.nodes))
+        return wish
 
     def _stepped(self, wish: Decision, seen: Observation) -> Decision:
         """The same decision, no larger than a step and within the limits: whatever the policy thought of them."""
@@ -632,7 +651,8 @@ class Guarded:
         if not differs:
             return wish
         smaller = replace(wish, **fields)
-        return replace(smaller, reason=f"{wish.reason} A step at a time: {smaller.what()}.")
+        said = wish.reason.partition(" A step at a time:")[0]
+        return replace(smaller, reason=f"{said} A step at a time: {smaller.what()}.")
 
 
 def _impossible(wish: Decision, seen: Observation) -> str | None:

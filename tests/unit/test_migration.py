@@ -1070,6 +1070,21 @@ def test_without_any_node_the_job_waits_for_one() -> None:
     d.checkpoint()
 
 
+def test_when_all_are_lost_one_by_one_each_that_comes_back_gets_its_share() -> None:
+    """Seen on executors: of three that came back, the first two took the containers of all, for good."""
+    d = fleet("a", "b", "c", backups=1, grows=False)
+    d.until(lambda: bool(d.controller.held))
+    number = d.begin()
+    for node in ("a", "b", "c"):
+        d.lose(node)
+    d.failed(number, IN)
+    d.come("d", "e")
+    d.come("f")
+    assert sorted(d.controller.routing.homes.values()) == ["d", "e", "f"]
+    d.run_again()
+    d.until(lambda: not d.controller.migration and len(set(d.controller.routing.owners[COUNT])) == 3)
+
+
 def test_of_two_nodes_that_come_back_one_after_the_other_each_gets_its_share() -> None:
     """The first must not take the containers of both: one of them would stay with it, or with who survived, for good,
     and the second would find nothing to do.

@@ -408,6 +408,8 @@ class Shape:
         own nothing wait for a node that has room for them. If they shared another's they would stay there for good,
         and who comes next would find nothing to do.
         """
+        if patient:
+            self._house(self._working())  # first those that cannot wait
         count = max([*self.routing.instances.values(), *self.resizes.values()])
         staying = {n.name: n.cores for n in self.nodes.values() if n.name not in self.leaving}
         current = {c: n for c, n in self.routing.homes.items() if n in self.nodes}
@@ -506,7 +508,7 @@ class Shape:
             return True
         self.lost_all_at = None
         self.short = not enough
-        self._house()
+        self._house(patient=True)  # if they were lost one by one, fewer own something than there are to come back
         if self.short:
             self._make_do()
         return False

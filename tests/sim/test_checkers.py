@@ -425,7 +425,7 @@ PLANTED: list[tuple[Plant, set[str], int]] = [
     (unwanted_copies, {"bounded-growth"}, 10),
     (pieces_for_ever, {"bounded-growth"}, 10),
     (backups_past_the_limit, {"bounded-growth"}, 5),
-    (spilled_for_ever, {"bounded-growth"}, 30),
+    (spilled_for_ever, {"bounded-growth"}, 110),
     (stale_results, {"sound", "exactly-once", "single-owner", "no-lost-update"}, 20),
     (too_early, {"no-lost-update", "sound"}, 0),
     (sealed_twice, {"sound"}, 0),

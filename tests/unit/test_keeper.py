@@ -305,18 +305,21 @@ def test_a_move_to_who_holds_the_slices_reads_nothing_from_the_store(holder: boo
     two, copies = {"count": 2}, [[1] if holder else []] * SLICES
     nothing = pack_blob("in", 0, [])
 
+    deltas: list[dict[str, Any]] = []  # of the owner, told by whichever report came after they were written
+
     def both(epoch: int, sent: list[bytes], **told: Any) -> list[bytes]:
         """An epoch; what the owner sent to its peer."""
         spec = rig.spec("count", epoch, instances=two, copies=copies, sends=True, **told)
         report, out = rig.worker.run(spec, [rig.source(epoch)[0]])
         assert not report.missing
+        deltas.extend(report.deltas)
         report, _ = other.count(epoch, [nothing, *sent], index=1, **{**told, "instances": two, "copies": copies})
         assert not report.missing
         job.run()
         return [out["count", 1]]
 
     both(1, [], seal=True)
-    deltas = rig.worker.flush(rig.spec("count", 1)).deltas
+    deltas += rig.worker.flush(rig.spec("count", 1)).deltas
     (written,) = deltas
     rig.checkpoint(1, deltas, [])
     job.manifests[1] = read_manifest(job.store, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -100,6 +102,14 @@ def instead_of_python(command: str, place: Path, monkeypatch: pytest.MonkeyPatch
     script.write_text(f"#!/bin/sh\n{command}\n")
     script.chmod(0o700)
     monkeypatch.setattr(merging.sys, "executable", str(script))
+
+
+def test_a_merge_gives_way_before_it_imports_anything() -> None:
+    """Starting costs half a second of a core, which epochs would wait for."""
+    told = merging.START.split("from ")[0] + "print(os.nice(0), *sys.modules)"
+    said = subprocess.run([sys.executable, "-c", "import sys; " + told], capture_output=True, text=True, check=True)
+    niceness, *loaded = said.stdout.split()
+    assert int(niceness) >= merging.NICENESS and not {"penstock", "polars", "numpy"} & set(loaded)
 
 
 def test_a_merge_that_is_killed_is_not_tried_in_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

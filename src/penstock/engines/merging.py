@@ -27,6 +27,9 @@ from penstock.state.store import Store
 NICENESS = 10
 """About a tenth of a core where all are busy: a merge that never ends would be no better."""
 
+START = f"import os; os.nice({NICENESS}); from {__name__} import main; main()"
+"""Gives way before it imports anything: half a second of a core, which epochs would wait for."""
+
 SMALL_BYTES = 4 * 2**20
 """Of files. So much is merged in a tenth of a second; a process takes half a second of a core to start."""
 
@@ -86,7 +89,7 @@ class MergeAside:
             if self._closed:
                 raise PenstockError("the job is over: nothing is merged any more.")
             process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-c", START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -122,7 +125,6 @@ class MergeAside:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the job, which ends us when it ends
-    os.nice(NICENESS)
     outcome: DeltaFile | Exception
     store, merge = pickle.load(sys.stdin.buffer)
     try:
@@ -130,7 +132,3 @@ def main() -> None:
     except (PenstockError, OSError) as error:
         outcome = error
     sys.stdout.buffer.write(pickle.dumps(outcome))
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ import pytest
 import penstock as ps
 from penstock.connectors.spill import open_spill
 from penstock.engines import keeper as module
-from penstock.engines.keeper import REST_S, Keeper
+from penstock.engines.keeper import ASIDE_MAX_S, REST_S, Keeper
 from penstock.engines.sim.schedule import Schedule, SimPool
 from penstock.engines.spark import worker
 from penstock.engines.spark.engine import SparkEngine, pickle_plan
@@ -279,6 +279,31 @@ def test_slices_that_a_last_file_completes_are_not_made_all_at_once(monkeypatch:
     job.run()
     assert job.held() == ALL and job.taken() == job.truth
     assert sum(made) == SLICES and max(made) == 1
+
+
+def test_while_a_task_runs_nothing_is_read_for_new_copies_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP_ROWS", 1)
+    monkeypatch.setattr(module, "GROUP_ROWS", 1)
+    waits: list[float] = []
+    job = Job(wait=waits.append)
+    job.checkpoint(every(1))
+
+    def seeded() -> int:
+        return job.keeper._counts["seeded"]
+
+    job.tell()
+    with job.keeper.in_task():
+        job.run(ASIDE_MAX_S / 2)
+        assert seeded() <= 1 and max(waits) <= module.WAIT_MAX_S, "a step at most was on its way"
+        job.run((SLICES + 1) * 2 * ASIDE_MAX_S)
+        assert job.held() == ALL, "a task without an end does not keep a copy from being made"
+    job.checkpoint(every(2))
+    job.tell(frozenset())
+    job.run()
+    before = seeded()
+    job.tell()
+    job.run(ASIDE_MAX_S)
+    assert seeded() == before + SLICES and job.taken() == job.truth, "between tasks it goes on at once"
 
 
 def test_after_a_recovery_nothing_is_read_for_a_while_and_then_all_is() -> None:

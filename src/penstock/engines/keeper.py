@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -35,8 +35,9 @@ PAUSE_FIRST_S: Final = 0.5
 PAUSE_MAX_S: Final = 30.0
 WAIT_MAX_S: Final = 0.05
 """The longest that a step holds up those behind it to keep to the bandwidth."""
-STEP_ROWS: Final = 2**17
-"""Taken from a file, or made a copy of, at a time, or a slice: a tenth of a second."""
+STEP_ROWS: Final = 2**15
+"""Taken from a file, or made a copy of, at a time, or a slice: some hundredths of a second, which a task may have to
+wait for."""
 STEP_SLICES: Final = 64
 """No more than this either: each has a fixed price."""
 GROUP_ROWS: Final = 2**15
@@ -50,6 +51,11 @@ BURST_S: Final = 0.25
 IDLE_MAX_S: Final = 0.2
 """After each step of a seed nothing is read for as long as it took: epochs that run meanwhile share the processors, and
 the interpreter, with it. No longer than this, though: a long step has waited for the store."""
+ASIDE_MAX_S: Final = 0.2
+"""Nor is anything read while a task runs in this process, whose every step would wait for one of a seed. A task that
+takes longer than this, or tasks with nothing in between, do not keep it from going on."""
+ASIDE_S: Final = 0.005
+"""How often it is looked whether the task is over."""
 REST_S: Final = 3.0
 """After a recovery nothing is read for so long: the epochs that run again need the processors and the store more."""
 _SEEN_MAX: Final = 256
@@ -89,6 +95,7 @@ class Keeper:
         self._due_s: float | None = None
         self._rest_until_s = float("-inf")
         self._idle_until_s = float("-inf")
+        self._in_task = False
         self._held: dict[str, tuple[int, frozenset[int]]] = {}
         self._given_up: dict[str, frozenset[int]] = {}
         self._problem: str | None = None
@@ -152,6 +159,15 @@ class Keeper:
         """What is held is needed now, and what is to be read for new copies can wait a little."""
         with self._lock:
             self._rest_until_s = max(self._rest_until_s, self._clock() + seconds)
+
+    @contextlib.contextmanager
+    def in_task(self) -> Iterator[None]:
+        """While a task runs nothing is read for new copies."""
+        self._in_task = True
+        try:
+            yield
+        finally:
+            self._in_task = False
 
     def take(
         self, stage: str, slices: Collection[int], checkpoint: int, timeout_s: float = 5.0
@@ -325,6 +341,8 @@ class Keeper:
         if not ready:
             return False
         pause_s = max(self._rate.pause_s(), self._idle_until_s - now)
+        if pause_s <= 0 and self._in_task and now < self._idle_until_s + ASIDE_MAX_S:
+            pause_s = ASIDE_S
         if pause_s > 0:
             if self._wait is None:
                 return False

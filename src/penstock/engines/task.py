@@ -13,6 +13,7 @@ backups, and, when a slice changes its owner, what changed in it since the check
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import time
@@ -249,7 +250,8 @@ class Worker:
         report = TaskReport(spec.stage, spec.epoch, spec.attempt, spec.index, pid=os.getpid())
         began = time.perf_counter()
         try:
-            out = self._run(spec, blobs, report)
+            with self.keeper.in_task() if self.keeper is not None else contextlib.nullcontext():
+                out = self._run(spec, blobs, report)
         except PenstockError as error:
             report.error = task_error(error)
             out = {}

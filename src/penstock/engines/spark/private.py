@@ -181,7 +181,9 @@ class Jvm:
 
     def executor_ids(self) -> frozenset[str]:
         """Executors that are alive, as Spark's scheduler has it: the first to know."""
-        return frozenset(str(i) for i in self._list(self.scala.getExecutorIds()))
+        # As one text: to go through a collection costs a call for each element, and its end is an exception of the JVM,
+        # for which PySpark asks in ten calls more what kind it is. We look many times a second.
+        return frozenset(self.scala.getExecutorIds().mkString(",").split(",")) - {""}
 
     def executors(self) -> dict[str, tuple[str, int]]:
         """Executor id -> host and cores; none in local mode."""

@@ -161,6 +161,30 @@ def test_a_directory_that_grows(tmp_path: Path) -> None:
     assert not source.exhausted(at)
 
 
+@pytest.mark.parametrize("pattern", ["", "*", "**/*.txt"], ids=["a directory", "a glob", "a deep glob"])
+def test_who_follows_looks_once_at_each_file(tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that fills for days is listed many times a second."""
+    looked: list[str] = []
+    stat = os.stat
+
+    def counted(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        looked.append(os.path.basename(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", counted)
+    source = opened(tmp_path / pattern, format="text", follow=True)
+    at = source.initial_offset()
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text("a\n")
+        planned = source.plan(at, 100)
+        assert planned is not None
+        at = planned.end
+        looked.clear()
+        assert source.plan(at, 100) is None
+        assert not {f"{n}.txt" for n in range(5)} & set(looked)
+    assert at["file"] == 5
+
+
 @pytest.mark.parametrize("follow", [True, False])
 def test_a_restart_reads_logged_ranges_again(tmp_path: Path, follow: bool) -> None:
     write_files(tmp_path, "csv", [20, 20], gz=False)

@@ -28,7 +28,7 @@ import json
 import os
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -244,20 +244,19 @@ class FileSource(Source):
     def _patterns_text(self) -> str:
         return ", ".join(self.patterns)
 
-    def _list(self) -> list[_File]:
+    def _list(self, known: Container[str] = ()) -> list[_File]:
         found: dict[str, _File] = {}
         for pattern in self.patterns:
-            for file in self._storage.list(pattern):
+            for file in self._storage.list(pattern, known):
                 found[file.path] = file
         return [found[path] for path in sorted(found)]
 
     def _discover(self) -> bool:
         """Add files not yet in the catalogue, by name. True when there were any."""
         before = len(self._files)
-        for file in self._list():
-            if file.path not in self._index:
-                self._index[file.path] = len(self._files)
-                self._files.append(file)
+        for file in self._list(self._index):
+            self._index[file.path] = len(self._files)
+            self._files.append(file)
         self._listed = True
         return len(self._files) > before
 
@@ -781,16 +780,20 @@ class Storage:
             ) from error
         return fs, str(inner)
 
-    def list(self, pattern: str) -> Iterator[_File]:
-        """The files a path, glob or directory stands for, in no special order."""
+    def list(self, pattern: str, known: Container[str] = ()) -> Iterator[_File]:
+        """The files a path, glob or directory stands for, in no special order, but for those known. A source looks for
+        new ones all the time, and must not look at each of the old ones again: they never change."""
         if not is_local(pattern):
-            yield from self._list_remote(pattern)
+            yield from (file for file in self._list_remote(pattern) if file.path not in known)
             return
         for found in glob.iglob(glob.escape(pattern) if os.path.exists(pattern) else pattern, recursive=True):
+            if found in known:
+                continue
             if os.path.isdir(found):
                 for folder, subfolders, names in os.walk(found):
                     subfolders[:] = [s for s in subfolders if not _ignored(s)]
-                    yield from _stat_all(os.path.join(folder, n) for n in names if not _ignored(n))
+                    paths = (os.path.join(folder, n) for n in names if not _ignored(n))
+                    yield from _stat_all(path for path in paths if path not in known)
             elif not _ignored(os.path.basename(found)):
                 yield from _stat_all([found])
 

@@ -18,7 +18,7 @@ os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="pk-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 # Shared machines stall now and then: a deadline for each example would test them and not us; every test has a timeout.
-# The same examples each time, so that a change is judged by what it changed; HYPOTHESIS_PROFILE=random looks for others.
+# The same examples each time, so that a change is judged by what it changed; the profile "random" looks for others.
 settings.register_profile("penstock", deadline=None, print_blob=True, derandomize=True)
 settings.register_profile("random", settings.get_profile("penstock"), derandomize=False)
 settings.register_profile("thorough", settings.get_profile("random"), max_examples=2_000)

@@ -56,10 +56,14 @@ USUAL_S = 10.0
 """How long before an order one looks to see what is usual."""
 SETTLE_S = 3.0
 """So long output must have come at its usual pace before an order."""
+WATCH_S = 45.0
+"""So long one looks, at each size, how long output stops by itself, when nothing moves."""
 MOVE_S_MAX = 600.0
 RUN_S_MAX = 1_800.0
 
 PENSTOCK, STOP, STRUCTURED = "penstock", "penstock_stop", "structured_repartition"
+RESTING = "penstock_at_rest"
+"""Not a contender: what the first shows when nothing is ordered."""
 MANY, FEW = 3, 1
 """Containers of the stage, in turn."""
 
@@ -112,7 +116,10 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
     notes = [
         "delay_s: the longest time without output from the order until all has moved and the new owners have given "
         "output; for Structured Streaming, until the restarted query has.",
-        "delay_epochs: the same by the usual time from one output to the next before the order.",
+        "delay_epochs: the same by the usual time from one output to the next before the order. at_rest_epochs_max: "
+        f"the longest time without output in {WATCH_S:.0f} s at each size while nothing moves; a move takes up to "
+        "minutes, so that it meets more of what the machine does by itself.",
+        "stolen_s: of that longest time, what the machine's host took from each core for others.",
         "to_next_output_s: from the order to the very next output. served_s: to the first output after the last slice "
         "has changed hands. done_s: until nothing of the move is left, which takes one more checkpoint.",
         f"moved_mb: of the state in memory, which Penstock has in {SLICES} slices.",
@@ -156,7 +163,9 @@ def run_phases(module: str, contender: str, phases: Sequence[Phase], place: Path
 def order_rows(contender: str, figures: Figures) -> list[Row]:
     """A row for each order."""
     rows = [
-        {"contender": contender, "round": 1, **order, "memory_mb": figures["memory_mb"]} for order in figures["orders"]
+        {"contender": name, "round": 1, **order, "memory_mb": figures["memory_mb"]}
+        for name, orders in ((contender, figures["orders"]), (RESTING, figures.get("rests", ())))
+        for order in orders
     ]
     for row in rows:
         common.note(", ".join(f"{k} {v}" for k, v in row.items() if v is not None))
@@ -170,6 +179,16 @@ def silence_s(begin: float, outputs: Sequence[Output], until: float) -> float:
     """The longest time without output from ``begin`` to ``until``."""
     times = [begin, *(at for at, _ in outputs if begin < at <= until)]
     return max((b - a for a, b in pairwise(times)), default=until - begin)
+
+
+def stolen_s(begin: float, outputs: Sequence[Output], until: float, stolen: Mapping[int, float]) -> float | None:
+    """What was stolen from each core in the longest time without output; ``stolen``: epoch -> in all up to its output.
+    None: the machine does not tell."""
+    gaps = [(b[0] - a[0], a[1], b[1]) for a, b in pairwise(outputs) if b[0] > begin and b[0] <= until]
+    if not gaps:
+        return None
+    _, first, last = max(gaps)
+    return round(stolen[last] - stolen[first], 3) if first in stolen and last in stolen else None
 
 
 def usual_gap_s(at: float, outputs: Sequence[Output], span_s: float = USUAL_S) -> float:
@@ -224,6 +243,18 @@ def restart_figures(at: float, outputs: Sequence[Output], restarted: float) -> F
     }
 
 
+def rest_figures(at: float, outputs: Sequence[Output], until: float, stolen: Mapping[int, float]) -> Figures:
+    """The same while nothing moves."""
+    delay, usual = silence_s(at, outputs, until), usual_gap_s(at, outputs)
+    return {
+        "order": "none",
+        "delay_s": round(delay, 3),
+        "delay_epochs": round(delay / usual, 2),
+        "usual_gap_s": round(usual, 3),
+        "stolen_s": stolen_s(at, outputs, until, stolen),
+    }
+
+
 def _by_size(rows: Sequence[Row], contender: str, figure: str = "delay_s") -> dict[int, float]:
     """keys -> median over the orders at that size"""
     found: dict[int, list[float]] = {}
@@ -257,6 +288,8 @@ def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
     epochs = [float(row["delay_epochs"]) for row in rows if row["contender"] == PENSTOCK]
     found["delay_epochs_p50"] = common.rounded(statistics.median(epochs)) if epochs else None
     found["delay_epochs_max"] = common.rounded(max(epochs)) if epochs else None
+    resting = [float(row["delay_epochs"]) for row in rows if row["contender"] == RESTING]
+    found["at_rest_epochs_max"] = common.rounded(max(resting)) if resting else None
     for keys, value in ours.items():
         found[f"delay_s_{Phase(keys).moved_mb}mb"] = common.rounded(value)
         if keys in stop:
@@ -392,6 +425,8 @@ class Recorder(recovery.Trace):
         self.owners: dict[int, tuple[int, ...]] = {}
         self.rows: dict[int, int] = {}
         """epoch -> rows of input"""
+        self.stolen: dict[int, float] = {}
+        """epoch -> what the host had taken of each core in all"""
         super().__init__(runtime)
 
     def event(self, event: Any) -> None:
@@ -403,6 +438,8 @@ class Recorder(recovery.Trace):
             if rows and event.epoch > (self.outputs[-1][1] if self.outputs else 0):
                 self.rows[event.epoch] = rows
                 self.outputs.append((event.now, event.epoch))
+                if (stolen := common.stolen_s()) is not None:
+                    self.stolen[event.epoch] = stolen
         super().event(event)
 
     def command(self, command: Any) -> None:
@@ -492,10 +529,19 @@ def carry_out(
     done = time.monotonic()
     wait_for_output(lambda: recorder.outputs, partial(alive, job))
     figures = order_figures(at, list(recorder.outputs), dict(recorder.owners), done)
+    until = at + max(figures["served_s"], figures["done_s"])
+    figures["stolen_s"] = stolen_s(at, list(recorder.outputs), until, dict(recorder.stolen))
     figures["moved_mb"] = round(state.state_bytes * figures["moved_slices"] / state.slices / 1e6, 1)
     limit = at + figures["served_s"] + 1.0
     events = [recovery.told(e, at) for e in list(recorder.entries) if at - 1.0 < e["at"] <= limit]
     return {"order": what, "state_mb": round(state.state_bytes / 1e6, 1), **figures}, events[:400]
+
+
+def watch(job: Any, recorder: Recorder, seconds: float) -> Figures:
+    """How it is for so long when nothing is ordered."""
+    at = time.monotonic()
+    wait_for(lambda: alive(job) and time.monotonic() - at >= seconds, MOVE_S_MAX)
+    return rest_figures(at, list(recorder.outputs), time.monotonic(), dict(recorder.stolen))
 
 
 def go_through(
@@ -506,12 +552,14 @@ def go_through(
     *,
     rest_s: float = SETTLE_S,
     rest_after: bool = False,
+    watch_s: float = 0.0,
 ) -> Figures:
     """All phases: load, feed, and give each order in turn, each after so long at rest; with ``rest_after``, so long at
-    rest after the last one, too.
+    rest after the last one, too. With ``watch_s`` one looks before the first order how it is for so long.
     """
     work, pool = Path(args["work"]), Path(args["pool"])
     found: list[Figures] = []
+    rests: list[Figures] = []
     began: list[float] = []
     traces: list[list[str]] = []
     fed: list[int] = []
@@ -521,6 +569,10 @@ def go_through(
         begin = time.monotonic()
         feeder = begin_phase(job, pool / str(number), work / "in" / str(number), rows, load)
         common.note(f"{load:,} more keys took {time.monotonic() - begin:.1f} s")
+        if watch_s:
+            settle(job, recorder, feeder, rest_s)
+            rests.append({"keys": keys, **watch(job, recorder, watch_s)})
+            common.note(str(rests[-1]))
         for what, order, owners in tuple(orders) * turns:
             settle(job, recorder, feeder, rest_s)
             began.append(time.monotonic())
@@ -534,7 +586,7 @@ def go_through(
         rows = end_phase(job, feeder, rows, load)
         fed.append(feeder.fed)
         keys_before = keys
-    return {"orders": found, "began": began, "rested": rested, "traces": traces, "fed": fed}
+    return {"orders": found, "rests": rests, "began": began, "rested": rested, "traces": traces, "fed": fed}
 
 
 def penstock(args: dict[str, Any], stop_and_copy: bool = False) -> Iterator[Figures]:
@@ -548,7 +600,7 @@ def penstock(args: dict[str, Any], stop_and_copy: bool = False) -> Iterator[Figu
         stop_and_copy=stop_and_copy,
     )
     orders = [(f"to {n}", partial(job.rescale, OPERATOR, n), n) for n in (FEW, MANY)]
-    figures = go_through(job, recorder, args, orders)
+    figures = go_through(job, recorder, args, orders, watch_s=0.0 if stop_and_copy else WATCH_S)
     job.stop()
     yield figures
 

@@ -54,6 +54,14 @@ def test_an_order_is_over_when_the_last_slice_has_moved_and_served() -> None:
     assert late["delay_s"] == 1.8  # it was not done yet
 
 
+def test_at_rest_the_longest_silence_is_told_with_what_the_host_took_in_it() -> None:
+    outputs = [*EVEN, (10.6, 21), (11.8, 22), (12.3, 23), (15.0, 24)]
+    stolen = {epoch: 0.01 * epoch for _, epoch in outputs} | {22: 0.5, 23: 0.6, 24: 0.6}
+    found = migrate.rest_figures(10.1, outputs, 13.0, stolen)
+    assert (found["delay_s"], found["delay_epochs"], found["stolen_s"]) == (1.2, 2.4, pytest.approx(0.29))
+    assert migrate.rest_figures(10.1, outputs, 13.0, {})["stolen_s"] is None
+
+
 def test_an_order_without_effect_is_an_error() -> None:
     owners = {n: (0, 0) for n in range(1, 23)}
     with pytest.raises(EngineError, match="moved nothing"):

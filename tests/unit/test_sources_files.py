@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,24 @@ def test_who_follows_looks_once_at_each_file(tmp_path: Path, pattern: str, monke
         assert source.plan(at, 100) is None
         assert not {f"{n}.txt" for n in range(5)} & set(looked)
     assert at["file"] == 5
+
+
+def test_a_store_is_not_asked_all_the_time_for_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [0.0], []
+    list_remote = Storage._list_remote
+
+    def slow(storage: Storage, pattern: str) -> Any:
+        asked.append(now[0])
+        now[0] += 0.2
+        return list_remote(storage, pattern)
+
+    monkeypatch.setattr(Storage, "_list_remote", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    source = opened(f"memory://looked-{tmp_path.name}", format="text", follow=True)
+    while now[0] < 10:
+        assert source.plan(source.initial_offset(), 100) is None
+        now[0] += 0.02
+    assert len(asked) == 5 and 1.99 < asked[1] - asked[0] < 2.1
 
 
 @pytest.mark.parametrize("follow", [True, False])

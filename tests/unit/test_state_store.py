@@ -102,6 +102,21 @@ def test_without_sync_nothing_is_flushed(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(flushed) == 2, "the file and its directory"
 
 
+def test_a_large_file_reaches_the_disk_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a small one that somebody waits for waits for all of it."""
+    sizes: list[int] = []
+    monkeypatch.setattr(store_module, "FLUSH_BYTES", 100)
+    monkeypatch.setattr(store_module.os, "fsync", lambda handle: sizes.append(os.fstat(handle).st_size))
+    store = FsspecStore(str(tmp_path))
+    store.put("x", bytes(range(250)))
+    assert sizes[:3] == [100, 200, 250] and len(sizes) == 4
+    assert store.get("x") == bytes(range(250))
+    sizes.clear()
+    store.put("cheap", bytes(range(250)), sync=False)
+    store.put("empty", b"", sync=False)
+    assert sizes == [] and store.get("cheap") == bytes(range(250)) and store.get("empty") == b""
+
+
 @pytest.mark.parametrize(
     ("number", "expected"),
     [

@@ -26,6 +26,7 @@ import glob
 import gzip
 import json
 import os
+import time
 import zlib
 from bisect import bisect_left
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -47,6 +48,9 @@ SAMPLE_BYTES = 64 * 1024
 
 RANGE_FILES_MAX = 4096
 """A range stops after so many files, however small they are: its splits are shipped to workers."""
+
+LOOKING_SHARE = 0.1
+"""Of the time may go into listing a store for new files: each time is a request, which the store may charge for."""
 
 GZIP_RATIO = 4
 """What a gzip byte weighs against a plain one when work is balanced."""
@@ -161,6 +165,7 @@ class FileSource(Source):
         self._files: list[_File] = []
         self._index: dict[str, int] = {}
         self._listed = False
+        self._look_again_s = float("-inf")
         self._metas: dict[int, _Meta] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -253,11 +258,17 @@ class FileSource(Source):
 
     def _discover(self) -> bool:
         """Add files not yet in the catalogue, by name. True when there were any."""
+        began = time.monotonic()
+        if began < self._look_again_s:
+            return False
         before = len(self._files)
         for file in self._list(self._index):
             self._index[file.path] = len(self._files)
             self._files.append(file)
         self._listed = True
+        if not all(is_local(pattern) for pattern in self.patterns):
+            done = time.monotonic()
+            self._look_again_s = done + (done - began) * (1 / LOOKING_SHARE - 1)
         return len(self._files) > before
 
     def _ensure_listed(self) -> None:

@@ -19,7 +19,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import fsspec
 import psutil
@@ -32,6 +32,7 @@ Names = list[str]
 """Within FsspecStore the word ``list`` is a method."""
 
 _TEMPORARY: Final = ".tmp"
+FLUSH_BYTES: Final = 8 << 20
 _RENAMING: Final = frozenset({"hdfs", "webhdfs", "sftp", "ssh", "smb"})
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -530,10 +531,7 @@ def _temporary_file(path: str, data: bytes, durable: bool) -> Iterator[str]:
         file = open(temporary, "xb")
     try:
         with file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+            _write(file, data, durable)
         yield temporary
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -543,12 +541,21 @@ def _temporary_file(path: str, data: bytes, durable: bool) -> Iterator[str]:
 def _create_exclusively(path: str, data: bytes) -> bool:
     try:
         with open(path, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            _write(file, data, True)
     except FileExistsError:
         return False
     return True
+
+
+def _write(file: BinaryIO, data: bytes, durable: bool) -> None:
+    """A large file reaches the disk bit by bit: file systems make a small one that is written meanwhile, such as an
+    epoch's record, wait for all of it that has piled up."""
+    view = memoryview(data)
+    for begin in range(0, max(1, len(view)), FLUSH_BYTES):
+        file.write(view[begin : begin + FLUSH_BYTES])
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
 
 
 def _make_directories(folder: str) -> None:

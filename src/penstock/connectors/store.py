@@ -33,6 +33,7 @@ Names = list[str]
 
 _TEMPORARY: Final = ".tmp"
 FLUSH_BYTES: Final = 8 << 20
+"""So much of a large file is written before it is flushed: some hundredths of a second of a disk."""
 _RENAMING: Final = frozenset({"hdfs", "webhdfs", "sftp", "ssh", "smb"})
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})

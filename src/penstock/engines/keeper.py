@@ -95,13 +95,14 @@ class Keeper:
         self._due_s: float | None = None
         self._rest_until_s = float("-inf")
         self._idle_until_s = float("-inf")
-        self._in_task = False
         self._held: dict[str, tuple[int, frozenset[int]]] = {}
         self._given_up: dict[str, frozenset[int]] = {}
         self._problem: str | None = None
         self._waits: str | None = None
         self._stats: dict[str, int] = {}
         self._closed = False
+        # Set by a task's thread and only looked at by the pool's.
+        self._in_task = False
         # Of the pool's thread alone.
         self._stages: dict[str, _Stage] = {}
         self._spill: Spill | None = None

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import psutil
 import pytest
 
 import penstock as ps
+from penstock.control.events import StageDone, StageFailed
 from penstock.engines.job import start
+from penstock.engines.spark.engine import SparkEngine
 from tests.spark.child import differences, digests, executors, finish, kill, run, say
 
 pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -42,6 +45,17 @@ def test_an_executor_is_killed_in_mid_run(tmp_path: Path) -> None:
     assert len(stayed) == 2, "half of the four containers were on the executor that was not killed"
     # Its process may be another: when a job fails, Spark kills those of its tasks that run, and their workers too.
     assert {c: found["after"][c][0] for c in stayed} == {c: node for c, (node, _) in stayed.items()}
+
+
+def test_a_job_that_is_submitted_while_its_attempt_is_cancelled(tmp_path: Path) -> None:
+    """It is not there yet to be cancelled, and half of its tasks are for an executor that died meanwhile: Spark would
+    keep them for it for ten minutes, or until another one comes."""
+    found = run(__file__, "late", tmp_path, 4, timeout_s=200)
+    assert found["late"], "no job came late"
+    assert found["ended"] == ["StageFailed"] * len(found["late"]), "it was waited for"
+    assert found["phase"] == "complete" and found["recoveries"] >= 1
+    assert found["equal"], f"the output differs: {found['differ']}"
+    assert found["compared"] == 2 * EPOCHS
 
 
 def test_everything_is_killed_at_once_and_fewer_machines_go_on(tmp_path: Path) -> None:
@@ -132,6 +146,58 @@ def one(place: Path, kill_at: int) -> None:
     )
 
 
+def late(place: Path, kill_at: int) -> None:
+    """After ``kill_at`` epochs an executor is killed. What is about to be submitted then waits until all is cancelled,
+    and is submitted nevertheless.
+    """
+    config = ps.Config(master="local-cluster[2,1,1024]", checkpoint=str(place / "ck"), instances=2, **SETTINGS)
+    killed, cancelled = threading.Event(), threading.Event()
+    came_late: list[tuple[int, int]] = []
+    ended: list[str] = []
+    tasks, cancel = SparkEngine._tasks, SparkEngine.cancel
+
+    def held(self: Any, stage: Any, command: Any, *args: Any) -> Any:
+        found = tasks(self, stage, command, *args)
+        if stage.source is not None and command.epoch > kill_at and not cancelled.is_set():
+            if not killed.is_set():
+                killed.set()
+                kill(executors()[:1])
+            assert cancelled.wait(60), "nothing was cancelled"
+            came_late.append((command.epoch, command.attempt))
+        return found
+
+    def watched(self: Any, attempt: Any) -> None:
+        cancel(self, attempt)
+        cancelled.set()
+
+    SparkEngine._tasks, SparkEngine.cancel = held, watched  # type: ignore[method-assign]
+    job = start(build(place / "spark"), engine="spark", config=config)
+    observe = job._runtime._observe
+
+    def watch(event: Any) -> None:
+        if (
+            isinstance(event, StageDone | StageFailed)
+            and event.stage == "in"
+            and (event.epoch, event.attempt) in came_late
+        ):
+            ended.append(type(event).__name__)
+        observe(event)
+
+    job._runtime._observe = watch  # type: ignore[method-assign]
+    assert job.wait(100), f"it hangs: {job.status()}"
+    ps.run_local(build(place / "local"), **SETTINGS)
+    ours, theirs = digests(place / "spark", "ab"), digests(place / "local", "ab")
+    say(
+        equal=ours == theirs,
+        differ=differences(ours, theirs),
+        compared=len(ours),
+        phase=job.status().phase,
+        recoveries=job.status().recoveries,
+        late=came_late,
+        ended=ended,
+    )
+
+
 def everything(place: Path, nodes: int) -> None:
     """The first start dies after its first checkpoint, with all that it has started. The second one ends in peace."""
     again = (place / "ck").exists()
@@ -168,4 +234,4 @@ def everything(place: Path, nodes: int) -> None:
 
 
 if __name__ == "__main__":
-    {"one": one, "all": everything}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    {"one": one, "all": everything, "late": late}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))

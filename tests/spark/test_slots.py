@@ -105,7 +105,8 @@ def main():
     def cancel():
         open(HERE).close()
         os.unlink(HERE)
-        job._runtime.engine.cancel()
+        engine = job._runtime.engine
+        engine.session.sparkContext.cancelJobGroup(engine._group(engine.attempt))
 
     job._runtime._observe = watch
     threading.Thread(target=cancel, daemon=True).start()

@@ -29,7 +29,7 @@ from penstock.control.routing import RoutingTable
 from penstock.engines.merging import Merging, merge_here
 from penstock.engines.protocol import Post
 from penstock.engines.task import TaskSpec, Worker
-from penstock.ids import StageId
+from penstock.ids import Attempt, StageId
 from penstock.plan import Plan
 from penstock.state.store import Store
 
@@ -151,7 +151,7 @@ class LocalEngine:
     def compact(self, command: Compact, run: Callable[[Merging], Event]) -> None:
         self.post(run(merge_here))
 
-    def cancel(self) -> None:
+    def cancel(self, attempt: Attempt) -> None:
         self.blobs.clear()
         self.sent.clear()
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from penstock.control.events import Compact, Event, Flush, NodeInfo, RunStage, WarmUp
 from penstock.control.routing import RoutingTable
 from penstock.engines.merging import Merging
+from penstock.ids import Attempt
 
 Post = Callable[[Event], None]
 
@@ -45,8 +46,8 @@ class Engine(Protocol):
     def compact(self, command: Compact, run: Callable[[Merging], Event]) -> None:
         """Run ``run`` in the background, with a way to merge files, and post its event."""
 
-    def cancel(self) -> None:
-        """Stop what is running as soon as may be; each still answers."""
+    def cancel(self, attempt: Attempt) -> None:
+        """Stop what is running of attempts before this one as soon as may be; each still answers."""
 
     def release(self, epoch: int) -> None:
         """Shuffle files of this epoch may go."""

@@ -627,7 +627,7 @@ class Runtime:
             case CollectGarbage():
                 self._submit(self.publisher, self._collect_garbage, command)
             case CancelAll():
-                self.engine.cancel()
+                self.engine.cancel(command.attempt)
             case ReleaseNodes():
                 self.engine.release_nodes(command.nodes)
             case Tell():

@@ -361,7 +361,7 @@ class SimEngine:
 
         self.cluster.schedule.after(self.cluster.duration() * 5, work)
 
-    def cancel(self) -> None:
+    def cancel(self, attempt: Attempt) -> None:
         for job in list(self.running):
             self._fail(job, "cancelled", 0.0)
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -175,6 +176,10 @@ class SparkEngine:
         self.source_tasks: dict[tuple[str, tuple[tuple[int, str], ...]], Any] = {}
         self.outputs: dict[tuple[int, str], Output] = {}
         self.group = f"penstock-{self.run_id}"
+        self.under_way: Counter[Attempt] = Counter()
+        """attempt -> its jobs that have not answered"""
+        self.cancelled = Attempt(0)
+        """Attempts before this one are over."""
         self.pool = ThreadPoolExecutor(16, thread_name_prefix="penstock-job")
         self.merge_aside = MergeAside()
         self.lock = threading.Lock()
@@ -254,10 +259,7 @@ class SparkEngine:
         """The session goes on without us: our containers' processes should not."""
         try:
             self.jvm.job_group(f"{self.group}-end", "end", msgspec.json.encode(JobSpec("end", {}, {})).decode())
-            alive = [key for key in self.slots if key[2] == DRIVER or key[2] in self.executors]
-            tasks = [self._alone(*key) for key in alive]
-            if tasks:
-                self.jvm.union(tasks).count()
+            self._run_alone([key for key in self.slots if key[2] == DRIVER or key[2] in self.executors])
         except Exception as error:  # they end by themselves after a while
             self.notices.append(f"ending the containers' processes failed: {private.short_reason(error)}")
 
@@ -347,6 +349,7 @@ class SparkEngine:
                     self._look()
                     self._look_for_asked()
                     self._admit()
+                self._cancel_old()
                 self._look_for_hung()
             except Exception as error:  # Spark is on its way out, or the job's end will tell
                 if not self.over.is_set():
@@ -484,9 +487,7 @@ class SparkEngine:
         try:
             # A group of its own: what is being started is of use after a failure, too.
             self.jvm.job_group(f"{self.group}-warm", "warm-up", msgspec.json.encode(JobSpec("warm", {}, {})).decode())
-            tasks = [self._alone(stage, i, self._node(homes, i)) for i in containers]
-            if tasks:
-                self.jvm.union(tasks).count()
+            self._run_alone([(stage, i, self._node(homes, i)) for i in containers])
         except Exception as error:
             self.notices.append(f"starting the workers of '{stage}' ahead failed: {private.short_reason(error)}")
 
@@ -494,11 +495,36 @@ class SparkEngine:
         """A task of a slot that nobody sends anything."""
         return self.jvm.python(self._placed(1, node), self._slot(stage, index, node))
 
+    def _run_alone(self, slots: Iterable[tuple[str, int, str]]) -> None:
+        """Tasks that nobody cancels: one job for each node, all at once. In a job for several, those for a node that is
+        lost would wait for it as long as there is another.
+        """
+        by_node: dict[str, list[Any]] = {}
+        for stage, index, node in slots:
+            by_node.setdefault(node, []).append(self._alone(stage, index, node))
+        for job in [self.jvm.union(tasks).countAsync() for tasks in by_node.values()]:
+            job.get()
+
     def compact(self, command: Compact, run: Callable[[Merging], Event]) -> None:
         self.pool.submit(lambda: self.post(run(self.merge_aside)))
 
-    def cancel(self) -> None:
-        self.session.sparkContext.cancelJobGroup(self.group)
+    def cancel(self, attempt: Attempt) -> None:
+        self.cancelled = attempt
+        self._cancel_old()
+
+    def _cancel_old(self) -> None:
+        """Cancel what is left of older attempts. Again and again until nothing is: a job that is being submitted just
+        now is not there yet to be cancelled. If it ran on, its tasks for an executor that is gone would wait for that
+        until the wait for locality is over, and everybody for them.
+        """
+        with self.lock:
+            old = [attempt for attempt, jobs in self.under_way.items() if jobs and attempt < self.cancelled]
+        for attempt in old:
+            self.session.sparkContext.cancelJobGroup(self._group(attempt))
+
+    def _group(self, attempt: Attempt) -> str:
+        """The group of an attempt's jobs."""
+        return f"{self.group}-{attempt}"
 
     def release(self, epoch: int) -> None:
         if self.admission is not None:
@@ -511,7 +537,11 @@ class SparkEngine:
 
     def _guard(self, epoch: Epoch, stage: StageId, attempt: Attempt, work: Callable[..., Event], *args: Any) -> None:
         """Exactly one event for each command, whatever happens."""
+        with self.lock:
+            self.under_way[attempt] += 1
         try:
+            if attempt < self.cancelled:
+                raise EngineError("cancelled before it began")
             event = work(*args)
         except Exception as error:
             reason = private.short_reason(error)
@@ -519,6 +549,7 @@ class SparkEngine:
             event = StageFailed(time.monotonic(), epoch, stage, attempt, reason, private.failed_on(error))
         with self.lock:
             self.jobs.pop((epoch, stage, attempt), None)
+            self.under_way[attempt] -= 1
         self.post(event)
 
     def _look_again(self, reason: str) -> None:
@@ -526,7 +557,7 @@ class SparkEngine:
         limit = time.monotonic() + (LOSS_NOTICED_S if _sounds_like_loss(reason) and self.executors else 0.0)
         try:
             while not self._look() and time.monotonic() < limit and not self.over.wait(0.02):
-                pass
+                self._cancel_old()
         except Exception as error:
             self.notices.append(f"looking at executors failed: {private.short_reason(error)}")
 
@@ -544,7 +575,7 @@ class SparkEngine:
         containers = command.containers[: len(specs)]
         read = {c: (s.index, s.split) for c, s in zip(containers, specs, strict=True)} if stage.source else {}
         job = JobSpec("run", {command.stage: specs[0]}, offsets, read)
-        self.jvm.job_group(self.group, f"stage-{stage.index}", msgspec.json.encode(job).decode())
+        self.jvm.job_group(self._group(command.attempt), f"stage-{stage.index}", msgspec.json.encode(job).decode())
         slots = {s.index: self._node(routing.homes, c) for s, c in zip(specs, containers, strict=True)}
         with self.lock:
             self.jobs[command.epoch, command.stage, command.attempt] = Running(time.monotonic(), slots)
@@ -596,7 +627,7 @@ class SparkEngine:
     def _flush(self, command: Flush, routing: RoutingTable) -> Event:
         specs = flush_specs(command, self.plan, routing)
         job = JobSpec("flush", {s.stage: s for s in specs}, {})
-        self.jvm.job_group(self.group, "flush", msgspec.json.encode(job).decode())
+        self.jvm.job_group(self._group(command.attempt), "flush", msgspec.json.encode(job).decode())
         tasks = [self._alone(s.stage, s.index, self._node(routing.homes, s.index)) for s in specs]
         if tasks:
             self.jvm.union(tasks).count()

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.state import backup, codec
 from penstock.state.backup import Backups, Commit, cut
@@ -19,6 +19,7 @@ from penstock.state.checkpoint import DeltaFile, Manifest, merge_frames, plan_co
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import MemoryStore
 from penstock.state.table import KeyedTable, TableSpec, numeric, objects
+from tests.property.cuts import examples
 
 SLICES = 6
 
@@ -252,7 +253,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backup, "COMMITS_KEPT", 4)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(
     seed=st.integers(0, 2**32),
     memory_max=st.sampled_from([0, 4_000, 10_000, 10**9]),

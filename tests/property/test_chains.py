@@ -6,13 +6,14 @@ import random
 from datetime import datetime, timedelta
 
 import polars as pl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
 from penstock import testing
 from penstock.operators import topk
 from penstock.operators.topk import TopK
+from tests.property.cuts import examples
 
 START = datetime(2026, 1, 1)
 
@@ -40,7 +41,7 @@ class Trail(ps.Operator):
         emit(parity=key, trail=seen.get())
 
 
-@settings(max_examples=25, deadline=None)
+@examples(8)
 @given(st.integers(0, 10**9), st.sampled_from(["tumbling", "hopping", "session"]))
 def test_results_of_windows_go_on_in_one_order(seed: int, kind: str) -> None:
     """Order-sensitive operators of another key after windows: sums of floats, and a trail of what came."""
@@ -59,7 +60,7 @@ def test_results_of_windows_go_on_in_one_order(seed: int, kind: str) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 10**9))
 def test_sifting_before_the_sort_changes_no_ranking(seed: int) -> None:
     rng = random.Random(seed)

@@ -75,7 +75,7 @@ def seen(made: Made, job: Job) -> tuple[Any, ...]:
     return outcome(made.sinks), job.status().late, job.status().rows, state
 
 
-@examples(25)
+@examples(10)
 @given(SEEDS)
 def test_moves_do_not_show(seed: int) -> None:
     quiet = seen(*run(seed, False))

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.control.policies import (
@@ -20,6 +20,7 @@ from penstock.control.policies import (
     SafeRate,
     TargetLatency,
 )
+from tests.property.cuts import examples
 
 SLICES = 32
 EVERY_S = 1.0
@@ -82,7 +83,7 @@ def world(instances: int, noise: float = 0.0) -> World:
     return World([s * instances // SLICES for s in range(SLICES)], noise=noise)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(policies, st.lists(loads, min_size=1, max_size=120), st.floats(0, 20), st.integers(1, 4), st.integers(1, 8))
 def test_decisions_keep_their_distance_and_the_limits(
     policy: Policy, series: list[float], cool_down_s: float, confirm: int, start: int
@@ -105,7 +106,7 @@ def test_decisions_keep_their_distance_and_the_limits(
             assert before / 2 <= model.size <= before * 2
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     policies,
     st.floats(100, 8000),
@@ -132,7 +133,7 @@ def test_a_load_that_swings_does_not_swing_the_job(
     assert not [i for i in decided if i >= 2 * LONG / 3], "in the end it is at rest"
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(policies, st.floats(100, 2500), st.integers(1, 4), st.booleans())
 def test_four_times_the_load_and_back(policy: Policy, load: float, start: int, told: bool) -> None:
     guarded = Guarded(policy, cool_down_s=5.0, confirm=3, limits=Limits(1, 32))
@@ -167,7 +168,7 @@ def test_four_times_the_load_and_back(policy: Policy, load: float, start: int, t
             assert size == 1 or rate > 0.15 * capacity * size, "and it is not far too large"
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     policies,
     st.lists(st.floats(0, 20_000, allow_nan=False), min_size=1, max_size=60),

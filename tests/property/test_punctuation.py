@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
@@ -15,6 +15,7 @@ from penstock import testing
 from penstock.connectors.sinks import MemorySink
 from penstock.engines.job import start
 from penstock.errors import FlowError
+from tests.property.cuts import examples
 
 START = datetime(2026, 1, 1)
 SIZE_S = 10
@@ -67,7 +68,7 @@ def halves(row: dict[str, object]) -> list[dict[str, object]]:
     return [row]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(st.integers(0, 10**9), st.integers(1, 7), st.integers(1, 3))
 def test_lateness_follows_the_promise_whatever_the_cut(seed: int, epoch_rows: int, instances: int) -> None:
     rows = stream(seed)

@@ -8,7 +8,7 @@ import random
 import hypothesis.strategies as st
 import numpy as np
 import polars as pl
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.state import codec
 from penstock.state.checkpoint import (
@@ -24,6 +24,7 @@ from penstock.state.checkpoint import (
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import MemoryStore
 from penstock.state.table import DELETED, HASH, KeyedTable, TableSpec, numeric
+from tests.property.cuts import examples
 
 SLICES = 6
 DELTAS_MAX = 3
@@ -60,7 +61,7 @@ def compact(store: MemoryStore, task: CompactionTask, name: str) -> DeltaFile:
     return write(store, name, merged, task.kind, task.slices, (task.epoch_from, task.epoch_to))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(8)
 @given(seed=st.integers(0, 2**32), late=st.booleans(), ratio=st.sampled_from([0.5, 1.0, 4.0]), partial=st.booleans())
 def test_any_slice_restores_from_any_kept_checkpoint(seed: int, late: bool, ratio: float, partial: bool) -> None:
     rng = random.Random(seed)

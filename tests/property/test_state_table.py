@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.table import DELETED, HASH, KeyedTable, TableSpec, numeric, objects
+from tests.property.cuts import examples
 
 SLICES = 5
 
@@ -351,7 +352,7 @@ class MovingMachine(RuleBasedStateMachine):
         assert repr(by_key(parts[0] | parts[1])) == repr(by_key(read(self.one)))
 
 
-RUNS = settings(max_examples=80, stateful_step_count=30, deadline=None)
+RUNS = settings(examples(40), stateful_step_count=30)
 
 TestTable = TableMachine.TestCase
 TestTable.settings = RUNS

@@ -171,7 +171,7 @@ class SparkEngine:
         self.watcher: threading.Thread | None = None
         self.attempt = -1
         self.slots: dict[tuple[str, int, str], Any] = {}
-        self.placements: dict[tuple[int, str | None], Any] = {}
+        self.placements: dict[tuple[int, tuple[str | None, ...]], Any] = {}
         self.warming: dict[StageId, Future[None]] = {}
         self.source_tasks: dict[tuple[str, tuple[tuple[int, str], ...]], Any] = {}
         self.outputs: dict[tuple[int, str], Output] = {}
@@ -450,8 +450,8 @@ class SparkEngine:
                 self.slots[key] = found
         return found
 
-    def _placed(self, elements: int, node: str) -> Any:
-        key = (elements, self._location(node))
+    def _placed(self, elements: int, nodes: Sequence[str]) -> Any:
+        key = (elements, tuple(self._location(node) for node in nodes))
         with self.lock:
             found = self.placements.get(key)
         if found is None:
@@ -493,7 +493,7 @@ class SparkEngine:
 
     def _alone(self, stage: str, index: int, node: str) -> Any:
         """A task of a slot that nobody sends anything."""
-        return self.jvm.python(self._placed(1, node), self._slot(stage, index, node))
+        return self.jvm.python(self._placed(1, [node]), self._slot(stage, index, node))
 
     def _run_alone(self, slots: Iterable[tuple[str, int, str]]) -> None:
         """Tasks that nobody cancels: one job for each node, all at once. In a job for several, those for a node that is
@@ -617,10 +617,13 @@ class SparkEngine:
             if command.receives:
                 ups.append(self.outputs[command.epoch - 1, stage.id])
         blobs = self.jvm.blobs(self.jvm.together([u.shuffled for u in ups]))
-        parents = [self.jvm.partition(blobs, offsets[stage.id] + i) for i in indices]
+        numbers = [offsets[stage.id] + i for i in indices]
         if self.executors:
             sent = sum(u.tasks for u in ups)
-            parents = [self.jvm.zipped(self._placed(sent, n), p) for n, p in zip(nodes, parents, strict=True)]
+            where = dict(sorted(zip(numbers, nodes, strict=True)))
+            blobs = self.jvm.zipped(self._placed(sent, [*where.values()]), self.jvm.partitions(blobs, *where))
+            numbers = [[*where].index(number) for number in numbers]
+        parents = [self.jvm.partitions(blobs, number) for number in numbers]
         slots = [self._slot(stage.id, i, n) for i, n in zip(indices, nodes, strict=True)]
         return self.jvm.union([self.jvm.python(p, slot) for p, slot in zip(parents, slots, strict=True)])
 

@@ -88,8 +88,13 @@ class Jvm:
         self.PythonUtils = jvm.org.apache.spark.api.python.PythonUtils
         self.ArrayList = jvm.java.util.ArrayList
         self.HashMap = jvm.java.util.HashMap
+        self.Zipped = jvm.org.apache.spark.rdd.ZippedPartitionsRDD2
+        # Spark would take Kryo for byte arrays. It is made anew for each task and each block of it, for a sixth of an
+        # executor's time in small epochs; Java's own is nothing to make, and bytes are bytes.
+        self.serializer = jvm.org.apache.spark.serializer.JavaSerializer(self.scala.getConf())
         self._partitioners: dict[int, Any] = {}
-        self._sets: dict[int, Any] = {}
+        self._sets: dict[tuple[int, ...], Any] = {}
+        self._zip: Any = None
         self._decommissioning: Any = None
         self._lock = threading.Lock()
         self.any_tag = self.jsc.emptyRDD().classTag()
@@ -116,16 +121,19 @@ class Jvm:
 
     # -- RDDs ------------------------------------------------------------------------------------------------------
 
-    def placed(self, elements: int, location: str | None) -> Any:
-        """One partition of so many empty elements, preferably computed at a location (``executor_<host>_<id>``)."""
+    def placed(self, elements: int, locations: Sequence[str | None]) -> Any:
+        """A partition of so many empty elements for each location (``executor_<host>_<id>``), preferably computed
+        there.
+        """
         data = self.ArrayList()
-        for _ in range(elements):
+        for _ in range(elements * len(locations)):
             data.add(bytearray())
         prefs = self.HashMap()
-        if location is not None:
-            prefs.put(0, self.PythonUtils.toSeq([location]))
+        for i, location in enumerate(locations):
+            if location is not None:
+                prefs.put(i, self.PythonUtils.toSeq([location]))
         scala_map = self.PythonUtils.toScalaMap(prefs)
-        return self.Collection(self.scala, self.PythonUtils.toSeq(data), 1, scala_map, self.any_tag)
+        return self.Collection(self.scala, self.PythonUtils.toSeq(data), len(locations), scala_map, self.any_tag)
 
     def python(self, parent: Any, function: Any) -> Any:
         return self.PythonRDD(parent, function, False, False).asJavaRDD()
@@ -143,7 +151,9 @@ class Jvm:
         """Alternating packed partition numbers and blobs -> the shuffled pair RDD."""
         if partitions not in self._partitioners:
             self._partitioners[partitions] = self.PythonPartitioner(partitions, PARTITIONER_ID)
-        return self.PairwiseRDD(rdd.rdd()).asJavaPairRDD().partitionBy(self._partitioners[partitions])
+        shuffled = self.PairwiseRDD(rdd.rdd()).asJavaPairRDD().partitionBy(self._partitioners[partitions])
+        shuffled.rdd().setSerializer(self.serializer)
+        return shuffled
 
     def together(self, shuffles: Sequence[Any]) -> Any:
         """Several shuffles with equal partitioners as one: partition i of the result is all their partitions i."""
@@ -157,14 +167,21 @@ class Jvm:
     def blobs(self, shuffled: Any) -> Any:
         return self.PythonRDD.valueOfPair(shuffled).rdd()
 
-    def partition(self, rdd: Any, index: int) -> Any:
-        if index not in self._sets:  # a Set of Int is a function from Int to Boolean, which is what pruning wants
-            self._sets[index] = self.PythonUtils.toSeq([index]).toSet()
-        return self.Pruning.create(rdd, self._sets[index])
+    def partitions(self, rdd: Any, *indices: int) -> Any:
+        """These partitions alone, in their order."""
+        if indices not in self._sets:  # a Set of Int is a function from Int to Boolean, which is what pruning wants
+            self._sets[indices] = self.PythonUtils.toSeq(list(indices)).toSet()
+        return self.Pruning.create(rdd, self._sets[indices])
 
     def zipped(self, placed: Any, pruned: Any) -> Any:
         """Pairs (empty, blob); where the tasks run is decided by the first."""
-        return self.JavaRDD(placed, self.any_tag).zip(self.JavaRDD(pruned, self.any_tag)).rdd()
+        if self._zip is None:
+            # Every call of zip has its function looked through for references, class files and all. It is always the
+            # same function.
+            zipped = self.JavaRDD(placed, self.any_tag).zip(self.JavaRDD(pruned, self.any_tag)).rdd()
+            self._zip = zipped.f()
+            return zipped
+        return self.Zipped(self.scala, self._zip, placed, pruned, False, self.any_tag, self.any_tag, self.any_tag)
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ DEFAULTS = {
     "spark.ui.retainedTasks": "200",
     "spark.sql.ui.retainedExecutions": "10",
     "spark.ui.liveUpdate.period": "10s",
-    "spark.cleaner.periodicGC.interval": "1min",
+    # What an epoch leaves goes when it is done; a collection that is asked for stops the driver for a fifth of a second.
+    "spark.cleaner.periodicGC.interval": "10min",
     "spark.rdd.compress": "false",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",

@@ -54,7 +54,7 @@ DEFAULTS = {
     "spark.ui.retainedTasks": "200",
     "spark.sql.ui.retainedExecutions": "10",
     "spark.ui.liveUpdate.period": "10s",
-    # What an epoch leaves goes when it is done; a collection that is asked for stops the driver for a fifth of a second.
+    # What an epoch leaves goes when it is done. A collection that is asked for stops the driver for 0.2 s.
     "spark.cleaner.periodicGC.interval": "10min",
     "spark.rdd.compress": "false",
     "spark.driver.host": "127.0.0.1",

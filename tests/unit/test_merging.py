@@ -106,10 +106,18 @@ def instead_of_python(command: str, place: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_merge_gives_way_before_it_imports_anything() -> None:
     """Starting costs half a second of a core, which epochs would wait for."""
-    told = merging.START.split("from ")[0] + "print(os.nice(0), *sys.modules)"
-    said = subprocess.run([sys.executable, "-c", "import sys; " + told], capture_output=True, text=True, check=True)
-    niceness, *loaded = said.stdout.split()
-    assert int(niceness) >= merging.NICENESS and not {"penstock", "polars", "numpy"} & set(loaded)
+    ask = """
+import sys
+group = "/proc/self/autogroup"
+of_group = open(group).read().split()[-1] if os.path.exists(group) else "none"
+print(os.nice(0), os.getsid(0) == os.getpid(), of_group, *sys.modules)
+"""
+    told = merging.START.split("from penstock")[0] + ask
+    said = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    niceness, alone, of_group, *loaded = said.stdout.split()
+    assert int(niceness) >= merging.NICENESS and alone == "True"
+    assert of_group in (str(merging.NICENESS), "none"), "its session is as nice as itself, where sessions have that"
+    assert not {"penstock", "polars", "numpy"} & set(loaded)
 
 
 def test_a_merge_that_is_killed_is_not_tried_in_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

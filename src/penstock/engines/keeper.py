@@ -51,7 +51,7 @@ BURST_S: Final = 0.25
 IDLE_MAX_S: Final = 0.2
 """After each step of a seed nothing is read for as long as it took: epochs that run meanwhile share the processors, and
 the interpreter, with it. No longer than this, though: a long step has waited for the store."""
-ASIDE_MAX_S: Final = 0.2
+ASIDE_MAX_S: Final = 0.5
 """Nor is anything read while a task runs in this process, whose every step would wait for one of a seed. A task that
 takes longer than this, or tasks with nothing in between, do not keep it from going on."""
 ASIDE_S: Final = 0.005

@@ -60,6 +60,8 @@ START_S = 120.0
 """A process that is being started may take so long before it counts as hung."""
 GRANT_S = 30.0
 """Executors that were asked for and have not come by then are worth a word. They are still welcome."""
+PLACEMENTS_MAX = 256
+"""Sets of nodes that are remembered: a job that changes its shape makes others."""
 LOSS_NOTICED_S = 0.5
 """What fails because of a dead executor may fail so much before Spark tells of its death."""
 ONE_THREAD = {
@@ -457,6 +459,8 @@ class SparkEngine:
         if found is None:
             found = self.jvm.placed(*key)
             with self.lock:
+                if len(self.placements) >= PLACEMENTS_MAX:
+                    self.placements.clear()
                 self.placements[key] = found
         return found
 
@@ -557,7 +561,7 @@ class SparkEngine:
         limit = time.monotonic() + (LOSS_NOTICED_S if _sounds_like_loss(reason) and self.executors else 0.0)
         try:
             while not self._look() and time.monotonic() < limit and not self.over.wait(0.02):
-                self._cancel_old()
+                pass
         except Exception as error:
             self.notices.append(f"looking at executors failed: {private.short_reason(error)}")
 

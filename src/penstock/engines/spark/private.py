@@ -33,6 +33,9 @@ PARTITIONER_ID = 7_365_737_402
 partition.
 """
 
+SETS_MAX = 1_024
+"""Sets of partitions that are kept: a job that changes its shape makes others."""
+
 _LOST_TASK = re.compile(r"Lost task \S+ in stage \S+ \(TID \d+\) \(\S+ executor (\w+)\)")
 
 
@@ -169,9 +172,13 @@ class Jvm:
 
     def partitions(self, rdd: Any, *indices: int) -> Any:
         """These partitions alone, in their order."""
-        if indices not in self._sets:  # a Set of Int is a function from Int to Boolean, which is what pruning wants
-            self._sets[indices] = self.PythonUtils.toSeq(list(indices)).toSet()
-        return self.Pruning.create(rdd, self._sets[indices])
+        chosen = self._sets.get(indices)
+        if chosen is None:  # a Set of Int is a function from Int to Boolean, which is what pruning wants
+            chosen = self.PythonUtils.toSeq(list(indices)).toSet()
+            if len(self._sets) >= SETS_MAX:
+                self._sets.clear()
+            self._sets[indices] = chosen
+        return self.Pruning.create(rdd, chosen)
 
     def zipped(self, placed: Any, pruned: Any) -> Any:
         """Pairs (empty, blob); where the tasks run is decided by the first."""

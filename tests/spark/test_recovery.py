@@ -101,6 +101,12 @@ def outputs(out: Path) -> dict[str, pl.DataFrame]:
     return {s: ps.read_output(out / s).sort(pl.all()) for s in "ab"}
 
 
+def beside_a_quiet_run(place: Path) -> dict[str, Any]:
+    ps.run_local(build(place / "local"), **SETTINGS)
+    ours, theirs = digests(place / "spark", "ab"), digests(place / "local", "ab")
+    return {"equal": ours == theirs, "differ": differences(ours, theirs), "compared": len(ours)}
+
+
 def one(place: Path, kill_at: int) -> None:
     """``kill_at``: how many epochs are published before an executor is killed."""
     ps.run_local(build(place / "local"), instances=2, **SETTINGS)
@@ -185,12 +191,8 @@ def late(place: Path, kill_at: int) -> None:
 
     job._runtime._observe = watch  # type: ignore[method-assign]
     assert job.wait(100), f"it hangs: {job.status()}"
-    ps.run_local(build(place / "local"), **SETTINGS)
-    ours, theirs = digests(place / "spark", "ab"), digests(place / "local", "ab")
     say(
-        equal=ours == theirs,
-        differ=differences(ours, theirs),
-        compared=len(ours),
+        **beside_a_quiet_run(place),
         phase=job.status().phase,
         recoveries=job.status().recoveries,
         late=came_late,
@@ -220,12 +222,8 @@ def everything(place: Path, nodes: int) -> None:
 
     job._runtime._observe = watch  # type: ignore[method-assign]
     assert job.wait(150), "it hangs"
-    ps.run_local(build(place / "local"), **SETTINGS)
-    ours, theirs = digests(place / "spark", "ab"), digests(place / "local", "ab")
     say(
-        equal=ours == theirs,
-        differ=differences(ours, theirs),
-        compared=len(ours),
+        **beside_a_quiet_run(place),
         phase=job.status().phase,
         nodes=sorted({r.node for r in reports}),
         first=min(r.epoch for r in reports),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -109,14 +110,15 @@ def test_a_merge_gives_way_before_it_imports_anything() -> None:
     ask = """
 import sys
 group = "/proc/self/autogroup"
-of_group = open(group).read().split()[-1] if os.path.exists(group) else "none"
-print(os.nice(0), os.getsid(0) == os.getpid(), of_group, *sys.modules)
+of_group = (open(group).read().split() if os.path.exists(group) else []) or ["none"]
+print(os.nice(0), os.getsid(0) == os.getpid(), of_group[-1], *sys.modules)
 """
     told = merging.START.split("from penstock")[0] + ask
     said = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     niceness, alone, of_group, *loaded = said.stdout.split()
     assert int(niceness) >= merging.NICENESS and alone == "True"
-    assert of_group in (str(merging.NICENESS), "none"), "its session is as nice as itself, where sessions have that"
+    if os.geteuid() == 0:  # from others Linux takes ten of these in a second, of all processes together
+        assert of_group in (str(merging.NICENESS), "none"), "its session is as nice as itself, where sessions have that"
     assert not {"penstock", "polars", "numpy"} & set(loaded)
 
 

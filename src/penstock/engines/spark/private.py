@@ -6,7 +6,8 @@ all that inside, but not in its public interface. What is used:
 * ``PythonRDD``, ``PairwiseRDD``, ``PythonPartitioner``, ``SimplePythonFunction``: raw bytes through Python and the
   shuffle, without pickling;
 * ``SparkContext.submitMapStage``: runs a stage up to its shuffle files, without a result stage after it;
-* ``ParallelCollectionRDD`` with location preferences, zipped to a shuffle: tasks run on the executor we name;
+* ``ParallelCollectionRDD`` with location preferences, zipped to a shuffle (``ZippedPartitionsRDD2``): tasks run on the
+  executor we name;
 * ``PartitionPruningRDD``: one RDD for each slot, so that each may have environment variables, and so a Python worker,
   of its own;
 * the daemon of Python workers, ``slots.py`` in its place: a container's process outlives its connections;

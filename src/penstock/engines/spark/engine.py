@@ -8,6 +8,7 @@ with several upstream stages are united partition by partition.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -60,6 +61,8 @@ START_S = 120.0
 """A process that is being started may take so long before it counts as hung."""
 GRANT_S = 30.0
 """Executors that were asked for and have not come by then are worth a word. They are still welcome."""
+QUIET_S = 10.0
+"""So long, at the end, what is left of attempts that were given up is cancelled again."""
 PLACEMENTS_MAX = 256
 """Sets of nodes that are remembered: a job that changes its shape makes others."""
 LOSS_NOTICED_S = 0.5
@@ -251,7 +254,12 @@ class SparkEngine:
         if self.watcher is not None:
             self.watcher.join()
         self.merge_aside.close()
-        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        limit = time.monotonic() + QUIET_S
+        with contextlib.suppress(Exception):  # Spark is gone, and its jobs with it
+            while self._cancel_old() and time.monotonic() < limit:
+                time.sleep(WATCH_S)  # the watcher is gone, and a job may just be on its way
+        self.pool.shutdown(wait=True)
         if self.session is not None and self.owned:
             self.session.stop()
         elif self.session is not None:
@@ -516,15 +524,16 @@ class SparkEngine:
         self.cancelled = attempt
         self._cancel_old()
 
-    def _cancel_old(self) -> None:
-        """Cancel what is left of older attempts. Again and again until nothing is: a job that is being submitted just
-        now is not there yet to be cancelled. If it ran on, its tasks for an executor that is gone would wait for that
-        until the wait for locality is over, and everybody for them.
+    def _cancel_old(self) -> bool:
+        """Cancel what is left of older attempts; was there anything? Again and again until nothing is: a job that is
+        being submitted just now is not there yet to be cancelled. If it ran on, its tasks for an executor that is gone
+        would wait for that until the wait for locality is over, and everybody for them.
         """
         with self.lock:
             old = [attempt for attempt, jobs in self.under_way.items() if jobs and attempt < self.cancelled]
         for attempt in old:
             self.session.sparkContext.cancelJobGroup(self._group(attempt))
+        return bool(old)
 
     def _group(self, attempt: Attempt) -> str:
         """The group of an attempt's jobs."""

@@ -23,9 +23,16 @@ from penstock.engines.spark import session, slots
 WAIT_S = 30.0
 SECRET = "open sesame"
 WORKER = """
-import os, signal, sys
+import os, signal, sys, types
 
-memory = {"tasks": 0}
+memory = {"tasks": 0, "put off": 0}
+
+
+def between_tasks():
+    memory["put off"] -= 1
+    with open(os.environ["TOLD"], "a") as file:
+        file.write(f"{os.getpid()} {memory['put off']}\\n")
+    return memory["put off"] > 0
 
 
 def work(command, infile, outfile):
@@ -34,6 +41,11 @@ def work(command, infile, outfile):
         os._exit(3)
     if command == "exhausted":
         raise MemoryError
+    if command == "put off":
+        module = types.ModuleType("penstock.engines.spark.worker")
+        module.between_tasks = between_tasks
+        sys.modules[module.__name__] = module
+        memory["put off"] = 3
     if command == "last":
         os.environ["PENSTOCK_SLOT_IDLE_S"] = "0"
     if command in ("hang", "half"):
@@ -263,6 +275,17 @@ def test_one_task_at_a_time(jvm: Jvm) -> None:
     first.send("go on")
     assert first.line() == f"{first.pid} 1"
     assert second.line() == f"{first.pid} 2"
+
+
+def test_what_a_task_put_off_is_done_when_there_is_none(start: Start, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    first = start(TOLD=str(told)).connect()
+    with os.fdopen(os.open(told, os.O_RDWR)) as lines:
+        first.send("put off")
+        assert first.line() == f"{first.pid} 1"
+        assert [lines.readline() for _ in range(3)] == [f"{first.pid} {left}\n" for left in (2, 1, 0)]
+        assert first.task() == (first.pid, 2)
 
 
 @pytest.mark.parametrize("command", ["crash", "exhausted"])

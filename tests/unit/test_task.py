@@ -245,6 +245,28 @@ def test_rows_of_slices_that_come_up_are_taken_in_as_they_are_needed(monkeypatch
     assert counts == {"a": (6, 12), "b": (2, 4), "c": (2, 6)} and report.state_rows == 3
 
 
+def test_rows_that_wait_are_taken_in_between_tasks_and_then_not_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "WAKE_ROWS", 1)
+    monkeypatch.setattr(task, "WAKE_BETWEEN", 1)
+    rig = Rig()
+    assert not rig.worker.wake_some(), "nothing waits"
+    rig.lose()
+    rig.count(2, [], attempt=2, checkpoint=1)
+    table = rig.worker.containers["count", 0].table
+    assert (table.rows_held, table.rows_waiting) == (0, 3)
+    assert rig.worker.wake_some()
+    assert (table.rows_held, table.rows_waiting) == (1, 2)
+    rig.count(3, [], attempt=2, checkpoint=1)
+    assert (table.rows_held, table.rows_waiting) == (1, 2), "what was done between tasks is not done in the next"
+    rig.count(4, [], attempt=2, checkpoint=1)
+    assert (table.rows_held, table.rows_waiting) == (2, 1), "without time in between an epoch does it"
+    while rig.worker.wake_some():
+        pass
+    report, counts = rig.count(5, attempt=2, checkpoint=1)
+    assert (table.rows_held, table.rows_waiting) == (3, 0)
+    assert counts == {"a": (4, 10), "b": (2, 4), "c": (2, 6)} and report.state_rows == 3
+
+
 def test_more_rows_than_may_wait_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "WAITING_ROWS_MAX", 2)
     rig = Rig()

@@ -14,6 +14,7 @@ stays current by the pieces alone.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,9 @@ STEP_ROWS: Final = 2**15
 """Taken from a file, or made a copy of, at a time, or a slice: some hundredths of a second, which a task may have to
 wait for."""
 STEP_SLICES: Final = 64
-"""No more than this either: each has a fixed price."""
+"""No more than this either: each has a fixed price,"""
+STEP_GROUPS: Final = 16
+"""and more so each of those that are merged by themselves: a millisecond or two."""
 GROUP_ROWS: Final = 2**15
 """Slices that come to no more than this are merged together."""
 GROUP_SHARE: Final = 64
@@ -400,6 +403,8 @@ class Keeper:
                     data = self._read(file.name)
                     check_file(file, data, file.name)
                     seed.open(Opened(data, file.name))
+                    if len(data) > WORK_BYTES:
+                        return
                 seed.add_some(backups.key)
         except Exception as error:
             outdated = kept.seeding is not None and kept.seeding.checkpoint < kept.checkpoint
@@ -564,9 +569,11 @@ class _Seed:
     def add_some(self, key: Sequence[str]) -> None:
         assert self.opened is not None
         left = self.slices.intersection(self.files[0].slices) - self.added
-        some = self.opened.first(left, STEP_ROWS)[:STEP_SLICES]
+        groups = self._grouped(self.opened.first(left, STEP_ROWS)[:STEP_SLICES])
+        groups = dict(itertools.islice(groups.items(), STEP_GROUPS))
+        some = list(itertools.chain.from_iterable(groups.values()))
         meta, frame = self.opened.read(some)
-        for first, together in self._grouped(some).items():
+        for first, together in groups.items():
             rows = select_slices(meta, frame, together)
             if rows.height:
                 parts = self.parts.setdefault(first, [])

@@ -71,6 +71,8 @@ WAITING_ROWS_MAX = 2**22
 """No more rows are left waiting in the frames they came in: until the last is taken in, these take memory, too."""
 WAKE_ROWS, WAKE_SHARE = 2**16, 32
 """Of the rows that wait so many are taken in with each epoch, or such a part of them: some hundredths of a second."""
+WAKE_BETWEEN = 2**13
+"""And so many at a time between two tasks, where there is time between them: the next may have to wait for it."""
 FLUSH_WAIT_S = 1.0
 """A flush waits so long for deltas. A store that is away must not stand in the way of the next epoch."""
 DEAD_LETTERS_MAX = 10_000
@@ -197,6 +199,8 @@ class Container:
     """What the driver knows of its copies: those it has, and those it cannot have."""
     load: np.ndarray | None = None
     """Rows that came for each slice since that was last reported."""
+    woken: int = 0
+    """Rows that were taken in since the last task."""
 
 
 class _Loading:
@@ -269,6 +273,14 @@ class Worker:
         report.busy_ms = (time.perf_counter() - began) * 1000 - report.load_ms
         return report, out
 
+    def wake_some(self) -> bool:
+        """Between two tasks: take in a few of the rows that wait. Whether there are more."""
+        waiting = [container for container in self.containers.values() if container.table.waits]
+        for container in waiting[:1]:
+            container.table.wake(WAKE_BETWEEN)
+            container.woken += WAKE_BETWEEN
+        return any(container.table.waits for container in waiting)
+
     def _run(self, spec: TaskSpec, blobs: Sequence[bytes], report: TaskReport) -> dict[tuple[str, int], bytes]:
         stage = self.plan.by_id[StageId(spec.stage)]
         context = StepContext(spec.epoch, spec.on_error)
@@ -294,7 +306,9 @@ class Worker:
             report.state_bytes = container.table.nbytes
             report.deltas = self._written(container, wait=False)
             if not report.rebuilt:  # in an epoch that somebody waits for they can wait
-                container.table.wake(max(WAKE_ROWS, container.table.rows_waiting // WAKE_SHARE))
+                due = max(WAKE_ROWS, container.table.rows_waiting // WAKE_SHARE)
+                container.table.wake(max(0, due - container.woken))
+            container.woken = 0
             out.update(self._to_peers(spec, container))
             self._tell_copies(stage, spec, container, report)
         return out

@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal
 
@@ -120,13 +121,17 @@ class Opened:
         self.path = path
         self.meta, start = _check(data, path)
         self._body = memoryview(data)[start : -_TAIL.size]
+        self._frame: pl.DataFrame | None = None
+        """All rows of a file in one piece, once they were read."""
 
     def read(self, only: Collection[int] | None = None) -> tuple[dict[str, Any], pl.DataFrame]:
         """As ``decode``."""
         try:
             if only is not None and "batches" in self.meta:
                 return _read_batches(self.meta, self._body, only)
-            frame = pl.read_ipc_stream(io.BytesIO(self._body))
+            if self._frame is None:
+                self._frame = pl.read_ipc_stream(io.BytesIO(self._body))
+            frame = self._frame
         except Exception as error:
             raise _corrupt(self.path, f"its Arrow part cannot be read ({type(error).__name__})") from error
         if frame.height != self.meta.get("rows"):
@@ -152,14 +157,14 @@ def _read_batches(meta: dict[str, Any], body: memoryview, only: Collection[int])
     reader = pa.BufferReader(pa.py_buffer(body))
     schema = pa.ipc.read_schema(pa.ipc.read_message(reader))
     index: dict[str, list[int]] = meta["slices"]
-    wanted = {index[str(number)][0] for number in only if str(number) in index}
+    wanted = sorted(index[str(number)][0] for number in only if str(number) in index)
     batches, begin, there = [], 0, 0
     kept: dict[str, list[int]] = {}
     for rows in meta["batches"]:
         message = pa.ipc.read_message(reader)
-        inside = {number: place for number, place in index.items() if begin <= place[0] < begin + rows}
-        if any(offset in wanted for offset, _ in inside.values()):
+        if bisect_left(wanted, begin) < bisect_left(wanted, begin + rows):
             batches.append(pa.ipc.read_record_batch(message, schema))
+            inside = {number: place for number, place in index.items() if begin <= place[0] < begin + rows}
             kept |= {number: [offset - begin + there, length] for number, (offset, length) in inside.items()}
             there += rows
         begin += rows

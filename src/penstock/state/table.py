@@ -36,7 +36,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from penstock.frames import frame_of, pick, rows_where, take
+from penstock.frames import frame_of, pick, rows_where, stacked, take
 from penstock.state.hashing import hashable, slice_of
 from penstock.state.index import PARTS, Index, part_of
 from penstock.state.keys import Keys, same_keys
@@ -189,6 +189,11 @@ class KeyedTable:
         return sum(waiting.rows for waiting in self._waiting)
 
     @property
+    def waits(self) -> bool:
+        """Whether ``wake`` has anything to do."""
+        return bool(self._waiting)
+
+    @property
     def rows_held(self) -> int:
         """Live ones and dead ones that were not swept out yet."""
         return int(self._given.sum())
@@ -242,7 +247,7 @@ class KeyedTable:
 
         Keys are unique within a call."""
         self._call(hashes)
-        rows = self._find_or_append(hashes, self._conform(keys))
+        rows, _ = self._find_or_append(hashes, self._conform(keys))
         assert self.distinct(rows).size == rows.size, "upsert: the same key twice in one call"
         is_new = ~self._live.array.take(rows)
         self._touch_distinct(rows)
@@ -397,10 +402,9 @@ class KeyedTable:
 
     def _call(self, hashes: U64) -> None:
         """Those of these hashes that are waiting are wanted now."""
-        for waiting in self._waiting:
-            frame = waiting.take(hashes)
-            if frame is not None:
-                self._take_in(frame)
+        found = [frame for waiting in self._waiting if (frame := waiting.take(hashes)) is not None]
+        if found:  # together: what was brought at different times has no key in common
+            self._take_in(stacked(found))
 
     def _take_in(self, frame: pl.DataFrame) -> None:
         """Enter rows, and move none: whoever has row numbers keeps them."""
@@ -412,12 +416,12 @@ class KeyedTable:
             self._forget_history(rows)
             frame = rows_where(frame, ~gone)
         hashes = frame.get_column(HASH).to_numpy()
-        rows = self._find_or_append(hashes, self._conform(frame))
+        rows, were_there = self._find_or_append(hashes, self._conform(frame))
         self._count_live(hashes[~self._live.array[rows]], 1)
         self._live.array[rows] = True
         for name, kind in self.spec.values.items():
             self._values[name].array[rows] = _decode_column(frame, name, kind)
-        self._forget_history(rows)
+        self._forget_history(rows[were_there])
 
     # ---- for tests -------------------------------------------------------------------------------------------------
 
@@ -488,12 +492,13 @@ class KeyedTable:
         rows, _, _ = self._probe(frame.get_column(HASH).to_numpy(), self._conform(frame))
         return rows[rows >= 0]
 
-    def _find_or_append(self, hashes: U64, keys: pl.DataFrame) -> Rows:
-        """The row of each key; unknown ones get a row that is not live yet."""
+    def _find_or_append(self, hashes: U64, keys: pl.DataFrame) -> tuple[Rows, Mask]:
+        """The row of each key, and which had one; the others get a row that is not live yet and in no log."""
         rows, pos, step = self._probe(hashes, keys)
-        absent = np.flatnonzero(rows < 0)
+        known = rows >= 0
+        absent = np.flatnonzero(~known)
         if not absent.size:
-            return rows
+            return rows, known
         if absent.size < rows.size:
             hashes, keys = hashes[absent], take(keys, absent)
         counts = np.bincount(part_of(hashes), minlength=PARTS)
@@ -506,7 +511,7 @@ class KeyedTable:
         alike = self._index.insert(fresh, hashes, self._hash.array, (pos, step))
         assert not alike or _all_differ(keys), "upsert: the same key twice in one call"
         rows[absent] = fresh
-        return rows
+        return rows, known
 
     def _append(self, hashes: U64, counts: Rows) -> Rows:
         """New rows, not live yet, of keys with these hashes: so many in each part."""

@@ -12,6 +12,8 @@ and takes the next connection.
     JVM -> daemon   a connection; the answer is a pid, then, on TCP, the exchange of a secret
     JVM -> daemon   on stdin: the pid of a worker to kill; end of file: everything ends
 
+Between its tasks the child does what they have put off, a little at a time, and listens in between.
+
 The daemon answers at once, even when the child is busy: the JVM holds a lock while it waits, and needs the same lock to
 have a hung worker killed. Connections go to the child over a socket pair; those it has not taken when it dies go to the
 next child. The child may have several; it runs one task at a time, of whichever connection has one.
@@ -48,6 +50,8 @@ IDLE_S_MAX = 180.0
 """A child without connections and work ends after this time, for its flow has ended or left it: a running flow has an
 empty epoch every 20 s at the latest. A task that is the last of its container may set the variable ``IDLE`` to 0 in its
 own environment, and the child ends with the task."""
+WORKER = "penstock.engines.spark.worker"
+"""Has tasks of ours, if it was loaded."""
 AUTH_S_MAX = 5.0
 TURN_MS = 1_000
 GRACE_S = 0.2
@@ -97,18 +101,29 @@ class Child:
 
     def run(self) -> None:
         """Until the daemon ends, or nothing came for long."""
+        pause_ms = TURN_MS
         while True:
             poller = select.poll()
             poller.register(self.control, select.POLLIN)
             for fd in self.connections:
                 poller.register(fd, select.POLLIN)
-            ready = {fd for fd, _ in poller.poll(TURN_MS)}
+            ready = {fd for fd, _ in poller.poll(pause_ms)}
             if self.control.fileno() in ready and not self._take():
                 return
             for fd in ready & self.connections.keys():
                 self._turn(self.connections[fd])
             if self._expired():
                 return
+            pause_ms = self._between_tasks()
+
+    def _between_tasks(self) -> int:
+        """A little of what tasks have put off; and so long to listen before some more of it: as long as it took, for
+        others want the cores too."""
+        work = put_off()
+        began = time.monotonic()
+        if work is None or not work():
+            return TURN_MS
+        return min(TURN_MS, 1 + round(1000 * (time.monotonic() - began)))
 
     def _expired(self) -> bool:
         limit_s = float(os.environ.get(IDLE, IDLE_S_MAX))
@@ -183,6 +198,13 @@ class Child:
 def load_main() -> Main:
     """The worker's function, by the name that the JVM gives. Only after the fork: it may start threads."""
     found: Main = importlib.import_module(sys.argv[1] if len(sys.argv) > 1 else "pyspark.worker").main
+    return found
+
+
+def put_off() -> Callable[[], bool] | None:
+    """What does a little of the work that tasks have left for later, and says whether there is more."""
+    module = sys.modules.get(WORKER)
+    found: Callable[[], bool] | None = module.between_tasks if module else None
     return found
 
 

@@ -79,6 +79,11 @@ class ReportsParam(AccumulatorParam[list[bytes]]):
         return value1 + value2
 
 
+def between_tasks() -> bool:
+    """Called by the process of a slot when it has no task."""
+    return any([worker.wake_some() for worker in _workers.values()])
+
+
 class SlotTask:
     """The function of one slot. Pickled once, small, constant."""
 

@@ -119,7 +119,8 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
         "delay_epochs: the same by the usual time from one output to the next before the order. at_rest_epochs_max: "
         f"the longest time without output in {WATCH_S:.0f} s at each size while nothing moves; a move takes up to "
         "minutes, so that it meets more of what the machine does by itself.",
-        "stolen_s: of that longest time, what the machine's host took from each core for others.",
+        "stolen_s: of that longest time, what the machine's host took from each core for others. unstolen_s: the "
+        "longest time without output when that is left out.",
         "to_next_output_s: from the order to the very next output. served_s: to the first output after the last slice "
         "has changed hands. done_s: until nothing of the move is left, which takes one more checkpoint.",
         f"moved_mb: of the state in memory, which Penstock has in {SLICES} slices.",
@@ -191,6 +192,16 @@ def stolen_s(begin: float, outputs: Sequence[Output], until: float, stolen: Mapp
     return round(stolen[last] - stolen[first], 3) if first in stolen and last in stolen else None
 
 
+def unstolen_s(begin: float, outputs: Sequence[Output], until: float, stolen: Mapping[int, float]) -> float | None:
+    """The longest time without output, less what was stolen from each core in it. None: the machine does not tell."""
+    gaps = [
+        b[0] - max(begin, a[0]) - (stolen[b[1]] - stolen[a[1]])
+        for a, b in pairwise(outputs)
+        if begin < b[0] <= until and a[1] in stolen and b[1] in stolen
+    ]
+    return round(max(gaps), 3) if gaps else None
+
+
 def usual_gap_s(at: float, outputs: Sequence[Output], span_s: float = USUAL_S) -> float:
     """The median time from one output to the next in the last seconds before ``at``."""
     times = [t for t, _ in outputs if at - span_s <= t <= at]
@@ -252,6 +263,7 @@ def rest_figures(at: float, outputs: Sequence[Output], until: float, stolen: Map
         "delay_epochs": round(delay / usual, 2),
         "usual_gap_s": round(usual, 3),
         "stolen_s": stolen_s(at, outputs, until, stolen),
+        "unstolen_s": unstolen_s(at, outputs, until, stolen),
     }
 
 
@@ -288,6 +300,13 @@ def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
     epochs = [float(row["delay_epochs"]) for row in rows if row["contender"] == PENSTOCK]
     found["delay_epochs_p50"] = common.rounded(statistics.median(epochs)) if epochs else None
     found["delay_epochs_max"] = common.rounded(max(epochs)) if epochs else None
+    unstolen = [row for row in rows if row["contender"] == PENSTOCK and row.get("unstolen_s") is not None]
+    found["unstolen_epochs_max"] = (
+        common.rounded(max(float(row["unstolen_s"]) / float(row["usual_gap_s"]) for row in unstolen))
+        if unstolen
+        else None
+    )
+    found["unstolen_largest_vs_smallest"] = _spread(_by_size(rows, PENSTOCK, "unstolen_s"))
     resting = [float(row["delay_epochs"]) for row in rows if row["contender"] == RESTING]
     found["at_rest_epochs_max"] = common.rounded(max(resting)) if resting else None
     for keys, value in ours.items():
@@ -530,7 +549,9 @@ def carry_out(
     wait_for_output(lambda: recorder.outputs, partial(alive, job))
     figures = order_figures(at, list(recorder.outputs), dict(recorder.owners), done)
     until = at + max(figures["served_s"], figures["done_s"])
-    figures["stolen_s"] = stolen_s(at, list(recorder.outputs), until, dict(recorder.stolen))
+    outputs, stolen = list(recorder.outputs), dict(recorder.stolen)
+    figures["stolen_s"] = stolen_s(at, outputs, until, stolen)
+    figures["unstolen_s"] = unstolen_s(at, outputs, until, stolen)
     figures["moved_mb"] = round(state.state_bytes * figures["moved_slices"] / state.slices / 1e6, 1)
     limit = at + figures["served_s"] + 1.0
     events = [recovery.told(e, at) for e in list(recorder.entries) if at - 1.0 < e["at"] <= limit]

@@ -59,7 +59,11 @@ def test_at_rest_the_longest_silence_is_told_with_what_the_host_took_in_it() -> 
     stolen = {epoch: 0.01 * epoch for _, epoch in outputs} | {22: 0.5, 23: 0.6, 24: 0.6}
     found = migrate.rest_figures(10.1, outputs, 13.0, stolen)
     assert (found["delay_s"], found["delay_epochs"], found["stolen_s"]) == (1.2, 2.4, pytest.approx(0.29))
-    assert migrate.rest_figures(10.1, outputs, 13.0, {})["stolen_s"] is None
+    assert found["unstolen_s"] == 0.91
+    worse = migrate.rest_figures(10.1, outputs, 13.0, stolen | {22: 1.3, 23: 1.3})  # most of the longest was stolen
+    assert (worse["delay_s"], worse["unstolen_s"]) == (1.2, 0.5)
+    unknown = migrate.rest_figures(10.1, outputs, 13.0, {})
+    assert unknown["stolen_s"] is unknown["unstolen_s"] is None
 
 
 def test_an_order_without_effect_is_an_error() -> None:
@@ -95,6 +99,10 @@ def test_figures_are_medians_by_size() -> None:
     assert found["stop_largest_vs_smallest"] == 4.0 and found["vs_stop_600mb"] == 10.0
     assert found["delay_epochs_max"] == 18.0 and found["delay_epochs_p50"] == 1.4
     assert found["stop_linear_r2"] == 1.0 and found["stop_s_per_gb"] == pytest.approx(6 / 0.454, rel=1e-2)
+    assert found["unstolen_epochs_max"] is found["unstolen_largest_vs_smallest"] is None
+    told = migrate.ratios([{**row, "unstolen_s": row["delay_s"] / 2, "usual_gap_s": 0.5} for row in ours])
+    assert told["unstolen_epochs_max"] == 9.0
+    assert told["unstolen_largest_vs_smallest"] == found["largest_vs_smallest"]
     assert migrate.ratios([])["largest_vs_smallest"] is None
 
 

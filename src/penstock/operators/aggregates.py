@@ -29,7 +29,7 @@ import numpy as np
 import polars as pl
 
 from penstock.errors import FlowError
-from penstock.frames import pick, take
+from penstock.frames import pick, stacked, take
 from penstock.operators.accumulators import Accumulator, Column, Columns, Kept, kept
 from penstock.operators.aggregators import Aggregator, Defined
 from penstock.operators.base import (
@@ -420,13 +420,17 @@ class Accumulators:
         """
         if self.associative:
             rows, _ = table.upsert(hashes, keys)
-            for c in self.compiled:
-                c.add(table, rows, frame)
+            self.add(table, rows, frame)
             return rows
         first, inverse = unique_keys(hashes, keys)
         rows, _ = table.upsert(hashes[first], take(keys, first))
         self.add_at(table, rows[inverse], frame)
         return rows
+
+    def add(self, table: KeyedTable, rows: np.ndarray, frame: pl.DataFrame) -> None:
+        """Add partial rows of the form that is associative to touched rows, none of them twice."""
+        for c in self.compiled:
+            c.add(table, rows, frame)
 
     def add_at(self, table: KeyedTable, rows: np.ndarray, frame: pl.DataFrame) -> None:
         """Add partial rows of the form that is not associative, in order, to touched rows that may repeat."""
@@ -490,13 +494,26 @@ class RunningAggregate(KeyedOperator):
         if not arrivals:
             return Applied(pl.DataFrame(schema=self.output))
         if self.accumulators.associative:
-            touched = [self._merge(table, a.frame) for a in arrivals]
-            rows = table.distinct(np.concatenate(touched)) if len(touched) > 1 else touched[0]
+            rows = self._merge_all(table, [a.frame for a in arrivals])
         else:
             rows = self._merge(table, in_order(arrivals))
         keys = table.keys(rows)
         out = keys.hstack(self.accumulators.raw(table, rows)).select(*self.key, *self.accumulators.results())
         return Applied(canonical(out, table.hashes(rows)))
+
+    def _merge_all(self, table: KeyedTable, frames: Sequence[pl.DataFrame]) -> np.ndarray:
+        """As one after the other, but all keys are looked up at once: in a large table that has a price of its own."""
+        if len(frames) == 1:
+            return self._merge(table, frames[0])
+        keys = stacked([pick(frame, (HASH, *self.key)) for frame in frames])
+        hashes, keys = keys[HASH].to_numpy(), pick(keys, self.key)
+        first, inverse = unique_keys(hashes, keys)
+        rows, _ = table.upsert(hashes[first], take(keys, first))
+        begin = 0
+        for frame in frames:
+            self.accumulators.add(table, rows[inverse[begin : begin + frame.height]], frame)
+            begin += frame.height
+        return rows
 
     def _merge(self, table: KeyedTable, frame: pl.DataFrame) -> np.ndarray:
         return self.accumulators.merge_into(table, frame[HASH].to_numpy(), pick(frame, self.key), frame)

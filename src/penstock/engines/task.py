@@ -64,7 +64,8 @@ from penstock.state.table import Fragment, KeyedTable, TableSpec
 
 DEAD_LETTERS = "__dead_letters"
 LOAD_REST_S = 1.0
-"""While slices come up nothing is read for copies of others: both are work of this process, and an epoch waits."""
+"""While slices come up nothing is read for copies of others: both are work of this process, and an epoch waits. Nor from
+the epoch on in which they are handed over: what is held is asked for in the next, and would wait for a step of that."""
 LOAD_ROWS = 2**16
 """Small files are loaded together, until there are so many rows: each time costs a millisecond or two."""
 WAITING_ROWS_MAX = 2**22
@@ -289,6 +290,8 @@ class Worker:
             container = None
         else:
             blobs, sent = sorted_out(blobs)
+            if self.keeper is not None and spec.index in spec.handover.values():
+                self.keeper.rest(LOAD_REST_S)
             container = self._container(stage, spec, report, sent)
             if container is None and stage.stateful:
                 report.missing = True

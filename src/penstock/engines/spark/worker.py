@@ -44,19 +44,23 @@ _decode = msgspec.json.Decoder(JobSpec).decode
 _workers: dict[str, Worker] = {}
 
 
-_tasks = 0
 FULL_COLLECTION_EVERY = 256
+_tasks = 0
+_collected = -(os.getpid() % FULL_COLLECTION_EVERY)
+"""Tasks there had been at the last full collection. Not all processes of a job are to have theirs in the same epoch."""
 
 
 def _spare_the_collector() -> None:
     """PySpark collects garbage after each task, which walks every object of every imported module: 50 ms of CPU for
     nothing.
 
-    Freezing sets aside what is alive now. Now and then all of it is looked at again, so that cycles do not pile up.
+    Freezing sets aside what is alive now. Now and then all of it is looked at again, so that cycles do not pile up:
+    between two tasks, where somebody calls us then.
     """
-    global _tasks
+    global _tasks, _collected
     _tasks += 1
-    if _tasks % FULL_COLLECTION_EVERY == 0:
+    if _tasks >= _collected + 2 * FULL_COLLECTION_EVERY:
+        _collected = _tasks
         gc.unfreeze()
     else:
         gc.freeze()
@@ -80,7 +84,12 @@ class ReportsParam(AccumulatorParam[list[bytes]]):
 
 
 def between_tasks() -> bool:
-    """Called by the process of a slot when it has no task."""
+    """Called by the process of a slot when it has no task: a little of what tasks put off. Whether there is more."""
+    global _collected
+    if _tasks >= _collected + FULL_COLLECTION_EVERY:
+        _collected = _tasks
+        gc.unfreeze()
+        gc.collect()
     return any([worker.wake_some() for worker in _workers.values()])
 
 

@@ -64,8 +64,8 @@ from penstock.state.table import Fragment, KeyedTable, TableSpec
 
 DEAD_LETTERS = "__dead_letters"
 LOAD_REST_S = 1.0
-"""While slices come up nothing is read for copies of others: both are work of this process, and an epoch waits. Nor from
-the epoch on in which they are handed over: what is held is asked for in the next, and would wait for a step of that."""
+"""While slices come up nothing is read for copies of others: both are work of this process, and an epoch waits. Nor is
+it from the epoch on in which they are handed over: in the next they are asked for, and would wait for a step of it."""
 LOAD_ROWS = 2**16
 """Small files are loaded together, until there are so many rows: each time costs a millisecond or two."""
 WAITING_ROWS_MAX = 2**22

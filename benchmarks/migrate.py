@@ -300,12 +300,9 @@ def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
     epochs = [float(row["delay_epochs"]) for row in rows if row["contender"] == PENSTOCK]
     found["delay_epochs_p50"] = common.rounded(statistics.median(epochs)) if epochs else None
     found["delay_epochs_max"] = common.rounded(max(epochs)) if epochs else None
-    unstolen = [row for row in rows if row["contender"] == PENSTOCK and row.get("unstolen_s") is not None]
-    found["unstolen_epochs_max"] = (
-        common.rounded(max(float(row["unstolen_s"]) / float(row["usual_gap_s"]) for row in unstolen))
-        if unstolen
-        else None
-    )
+    told = [row for row in rows if row["contender"] == PENSTOCK and row.get("unstolen_s") is not None]
+    unstolen = [float(row["unstolen_s"]) / float(row["usual_gap_s"]) for row in told]
+    found["unstolen_epochs_max"] = common.rounded(max(unstolen)) if unstolen else None
     found["unstolen_largest_vs_smallest"] = _spread(_by_size(rows, PENSTOCK, "unstolen_s"))
     resting = [float(row["delay_epochs"]) for row in rows if row["contender"] == RESTING]
     found["at_rest_epochs_max"] = common.rounded(max(resting)) if resting else None

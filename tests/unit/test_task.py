@@ -267,6 +267,20 @@ def test_rows_that_wait_are_taken_in_between_tasks_and_then_not_in_them(monkeypa
     assert counts == {"a": (4, 10), "b": (2, 4), "c": (2, 6)} and report.state_rows == 3
 
 
+def test_what_goes_wrong_between_tasks_is_told_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.lose()
+    rig.count(2, [], attempt=2, checkpoint=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.worker.containers["count", 0].table, "wake", lambda count: 1 // 0)
+        assert not rig.worker.wake_some()
+    assert not rig.worker.containers, "a table with half of its rows is of no use"
+    report, _ = rig.worker.run(rig.spec("count", 3, attempt=2, checkpoint=1), [])
+    assert report.error is not None and "ZeroDivisionError" in report.error.message
+    report, counts = rig.count(2, attempt=3, checkpoint=1)
+    assert counts == {"a": (4, 10), "b": (2, 4), "c": (2, 6)} and report.error is None
+
+
 def test_more_rows_than_may_wait_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "WAITING_ROWS_MAX", 2)
     rig = Rig()

@@ -247,6 +247,8 @@ class Worker:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-delta")
         self.manifests: dict[int, Manifest] = {}
         self.layouts: dict[StageId, TableSpec | None] = {}
+        self.failed: Exception | None = None
+        """What went wrong since the last task."""
 
     # -- one task ------------------------------------------------------------------------------------------------
 
@@ -255,6 +257,9 @@ class Worker:
         report = TaskReport(spec.stage, spec.epoch, spec.attempt, spec.index, pid=os.getpid())
         began = time.perf_counter()
         try:
+            if self.failed is not None:
+                error, self.failed = self.failed, None
+                raise error
             with self.keeper.in_task() if self.keeper is not None else contextlib.nullcontext():
                 out = self._run(spec, blobs, report)
         except PenstockError as error:
@@ -275,12 +280,17 @@ class Worker:
         return report, out
 
     def wake_some(self) -> bool:
-        """Between two tasks: take in a few of the rows that wait. Whether there are more."""
-        waiting = [container for container in self.containers.values() if container.table.waits]
-        for container in waiting[:1]:
-            container.table.wake(WAKE_BETWEEN)
+        """Between two tasks: take in a few of the rows that wait. Whether there are more. What goes wrong the next task
+        tells: here nobody would hear it."""
+        waiting = {key: container for key, container in self.containers.items() if container.table.waits}
+        for key, container in list(waiting.items())[:1]:
+            try:
+                container.table.wake(WAKE_BETWEEN)
+            except Exception as error:
+                self.failed = error
+                del self.containers[key], waiting[key]  # a table with half of its rows
             container.woken += WAKE_BETWEEN
-        return any(container.table.waits for container in waiting)
+        return any(container.table.waits for container in waiting.values())
 
     def _run(self, spec: TaskSpec, blobs: Sequence[bytes], report: TaskReport) -> dict[tuple[str, int], bytes]:
         stage = self.plan.by_id[StageId(spec.stage)]

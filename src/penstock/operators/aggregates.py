@@ -505,8 +505,8 @@ class RunningAggregate(KeyedOperator):
         """As one after the other, but all keys are looked up at once: in a large table that has a price of its own."""
         if len(frames) == 1:
             return self._merge(table, frames[0])
-        keys = stacked([pick(frame, (HASH, *self.key)) for frame in frames])
-        hashes, keys = keys[HASH].to_numpy(), pick(keys, self.key)
+        arrived = stacked([pick(frame, (HASH, *self.key)) for frame in frames])
+        hashes, keys = arrived[HASH].to_numpy(), pick(arrived, self.key)
         first, inverse = unique_keys(hashes, keys)
         rows, _ = table.upsert(hashes[first], take(keys, first))
         begin = 0

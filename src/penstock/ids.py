@@ -26,8 +26,17 @@ Epoch = NewType("Epoch", int)
 """Number of an epoch; the first is 1. ``0`` means "before any input"."""
 
 RoutingVersion = NewType("RoutingVersion", int)
+"""Version of the routing table; it grows with every change."""
+
+PlanVersion = NewType("PlanVersion", int)
+"""Version of the plan that an epoch runs with."""
 
 Attempt = NewType("Attempt", int)
 """Counts recoveries and restarts. Work of an older attempt is never accepted."""
 
 NO_EPOCH = Epoch(0)
+
+FIRST_PLAN = PlanVersion(1)
+
+INSTANCES_MAX = 1024
+"""The most containers that a stage can have."""

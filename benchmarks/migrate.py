@@ -447,7 +447,7 @@ class Recorder(recovery.Trace):
 
     def event(self, event: Any) -> None:
         if type(event).__name__ == "EpochPublished":
-            run = self.runtime.controller.in_flight.get(event.epoch)
+            run = self.runtime.controller.epochs.in_flight.get(event.epoch)
             reports = [r for name in self.runtime.plan.sources for r in run.done.get(name, ())] if run else []
             rows = sum(report.rows_in for report in reports)
             # While slices move, epochs run without input too: they are no output, and would fill a pause.
@@ -466,7 +466,7 @@ class Recorder(recovery.Trace):
     def served_by(self, count: int, before: Sequence[int]) -> bool:
         """The newest output is that of so many owners, who are those there are to be, and not those of before."""
         owners = self.owners.get(self.outputs[-1][1], ())
-        final = tuple(self.runtime.controller.routing.owners[self.stage])
+        final = tuple(self.runtime.controller.routes.table.owners[self.stage])
         return len(set(owners)) == count and owners == final != tuple(before)
 
 

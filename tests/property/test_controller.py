@@ -25,7 +25,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.control.controller import Controller
-from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
     CancelMovesRequested,
@@ -45,7 +44,6 @@ from penstock.control.events import (
     LogEpoch,
     ManifestWritten,
     MoveRequested,
-    NodeInfo,
     NodesChanged,
     NothingNew,
     PlanEpoch,
@@ -60,7 +58,6 @@ from penstock.control.events import (
     Started,
     StopRequested,
     Stuck,
-    TaskReport,
     Tell,
     Tick,
     WarmedUp,
@@ -68,7 +65,9 @@ from penstock.control.events import (
     WriteManifest,
 )
 from penstock.control.pacing import Pacer
+from penstock.control.records import NodeInfo, TaskReport
 from penstock.control.routing import RoutingTable
+from penstock.control.settings import Settings
 from penstock.control.topology import StageInfo, Topology
 from penstock.ids import Attempt, Epoch, StageId
 from penstock.state.checkpoint import DeltaFile, Manifest
@@ -130,8 +129,8 @@ class World:
         self.rows = {IN: rows, ALSO: rows // 3}
         self.faults = faults
         self.settings = Settings(
-            in_flight,
-            interval_s,
+            epochs_in_flight=in_flight,
+            checkpoint_interval_s=interval_s,
             idle_epoch_s=50.0,
             poll_s=0.5,
             deltas_max=3,
@@ -172,7 +171,15 @@ class World:
         newest = max(disk.manifests, default=None)
         manifest = disk.manifests[newest] if newest is not None else None
         logged = tuple(disk.log[e] for e in sorted(disk.log) if e > (newest or 0))
-        self.step(Started(self.now, manifest, logged, disk.starts * 1000, tuple(self.nodes.values())))
+        self.step(
+            Started(
+                now=self.now,
+                restored=manifest,
+                logged=logged,
+                attempt=disk.starts * 1000,
+                nodes=tuple(self.nodes.values()),
+            )
+        )
 
     def node_comes(self) -> None:
         self.born += 1
@@ -185,7 +192,7 @@ class World:
         self.containers = {k: c for k, c in self.containers.items() if c.node != name}
 
     def news(self) -> None:
-        self.jobs.append(lambda: NodesChanged(self.now, tuple(self.nodes.values())))
+        self.jobs.append(lambda: NodesChanged(now=self.now, nodes=tuple(self.nodes.values())))
 
     def step(self, event: Event) -> None:
         self.now += self.random.random() * 0.2
@@ -215,7 +222,7 @@ class World:
             case CollectGarbage():
                 self.publisher.append(lambda really: self.collect_garbage(command, really))
             case WarmUp():
-                self.jobs.append(lambda: WarmedUp(self.now, command.stage, command.containers))
+                self.jobs.append(lambda: WarmedUp(now=self.now, stage=command.stage, containers=command.containers))
             case Compact():
                 self.jobs.append(lambda: self.compact(command))
             case Finish():
@@ -224,7 +231,7 @@ class World:
                 assert command.error.kind == "EngineError" and "made no progress" in command.error.message
                 self.over = "failed"
             case ReleaseNodes():
-                routing = self.controller.routing
+                routing = self.controller.routes.table
                 for name in set(command.nodes) & set(self.nodes):
                     here = {c for c, n in routing.homes.items() if n == name}
                     busy = [s for s in routing.owners if here & set(routing.occupied(s))]
@@ -255,8 +262,8 @@ class World:
             if (last if source in ranges else first) >= total:
                 ended.append(source)
         if not ranges and not command.even_if_empty:
-            return NothingNew(self.now, command.epoch, len(ended) == len(self.rows))
-        return EpochPlanned(self.now, command.epoch, ranges, tuple(ended), 1)
+            return NothingNew(now=self.now, epoch=command.epoch, exhausted=len(ended) == len(self.rows))
+        return EpochPlanned(now=self.now, epoch=command.epoch, ranges=ranges, exhausted=tuple(ended), clock_ms=1)
 
     def log(self, command: LogEpoch, really: bool) -> Event | None:
         if not really:
@@ -264,7 +271,7 @@ class World:
         kept = self.disk.ranges.get(command.epoch)
         assert kept is None or kept == command.record["ranges"], "an epoch that ran was planned anew"
         self.disk.log[command.epoch] = command.record
-        return EpochLogged(self.now, command.epoch, command.attempt)
+        return EpochLogged(now=self.now, epoch=command.epoch, attempt=command.attempt)
 
     def check_run(self, command: RunStage, routing: RoutingTable) -> None:
         record = self.disk.log.get(command.epoch)
@@ -276,7 +283,9 @@ class World:
         assert command.checkpoint == 0 or command.checkpoint in self.disk.manifests
         assert all(c in routing.homes for c in command.containers), "a container without a node has work"
         if command.handover:
-            assert not command.seal and self.controller.checkpoint is None, "a checkpoint while slices change hands"
+            assert not command.seal and self.controller.checkpoints.open is None, (
+                "a checkpoint while slices change hands"
+            )
             assert command.sends
             for number, target in command.handover.items():
                 assert target in command.containers and target != routing.owners[command.stage][number]
@@ -289,21 +298,31 @@ class World:
 
     def run(self, command: RunStage, routing: RoutingTable) -> Event:
         if self.bad_luck(0.3):
-            return StageFailed(self.now, command.epoch, command.stage, command.attempt, "bad luck")
+            return StageFailed(
+                now=self.now, epoch=command.epoch, stage=command.stage, attempt=command.attempt, reason="bad luck"
+            )
         info = TOPOLOGY[command.stage]
         if any(routing.homes[c] not in self.nodes for c in command.containers) or not self.nodes:
-            return StageFailed(self.now, command.epoch, command.stage, command.attempt, "its node is lost")
+            return StageFailed(
+                now=self.now,
+                epoch=command.epoch,
+                stage=command.stage,
+                attempt=command.attempt,
+                reason="its node is lost",
+            )
         if command.sends:
             self.sent[command.attempt, command.epoch, command.stage] = []
         reports = []
         for index in range(self.random.randint(1, 3)) if info.is_source else command.containers:
-            report = TaskReport(command.stage, command.epoch, command.attempt, index)
+            report = TaskReport(stage=command.stage, epoch=command.epoch, attempt=command.attempt, index=index)
             if info.is_source and command.range is not None:
                 report.time_max = {WIN: command.epoch * 10 + self.random.randint(0, 30)}
             if info.stateful:
                 self.apply(command, routing, report)
             reports.append(report)
-        return StageDone(self.now, command.epoch, command.stage, command.attempt, tuple(reports))
+        return StageDone(
+            now=self.now, epoch=command.epoch, stage=command.stage, attempt=command.attempt, reports=tuple(reports)
+        )
 
     def apply(self, command: RunStage, routing: RoutingTable, report: TaskReport) -> None:
         """A container: in memory at the epoch before, or from the checkpoint if it is that epoch's, or missing. Slices
@@ -382,11 +401,13 @@ class World:
 
     def flush(self, command: Flush, routing: RoutingTable) -> Event:
         if self.bad_luck(0.3):
-            return StageFailed(self.now, command.epoch, StageId("flush"), command.attempt, "bad luck")
+            return StageFailed(
+                now=self.now, epoch=command.epoch, stage=StageId("flush"), attempt=command.attempt, reason="bad luck"
+            )
         reports = []
         for stage, containers in command.containers.items():
             for index in containers:
-                report = TaskReport(stage, command.epoch, command.attempt, index)
+                report = TaskReport(stage=stage, epoch=command.epoch, attempt=command.attempt, index=index)
                 reports.append(report)
                 found = self.containers.get((stage, index))
                 sealed = found is not None and command.epoch in found.sealed
@@ -396,7 +417,7 @@ class World:
                 if not sealed:
                     self.seal(found, stage, index)
                 report.deltas, found.pending = found.pending, []
-        return Flushed(self.now, command.epoch, command.attempt, tuple(reports))
+        return Flushed(now=self.now, epoch=command.epoch, attempt=command.attempt, reports=tuple(reports))
 
     def publish(self, command: PublishEpoch, really: bool) -> Event | None:
         if not really:
@@ -405,7 +426,7 @@ class World:
         assert command.epoch <= len(known) + 1, f"{command.epoch} was published after {known[-1:]}"
         if command.epoch == len(known) + 1:
             known.append(command.epoch)
-        return EpochPublished(self.now, command.epoch, command.attempt)
+        return EpochPublished(now=self.now, epoch=command.epoch, attempt=command.attempt)
 
     def write_manifest(self, command: WriteManifest, really: bool) -> Event | None:
         if not really:
@@ -422,7 +443,7 @@ class World:
                 assert m.sources[source]["offset"] == ends[-1]["end"]
                 assert m.sources[source]["facts"] == [f for r in ends for f in r["facts"]]
         self.disk.manifests[m.epoch] = m
-        return ManifestWritten(self.now, command.epoch, command.attempt)
+        return ManifestWritten(now=self.now, epoch=command.epoch, attempt=command.attempt)
 
     def collect_garbage(self, command: CollectGarbage, really: bool) -> Event | None:
         disk = self.disk
@@ -434,12 +455,12 @@ class World:
     def compact(self, command: Compact) -> Event:
         task = command.task
         if self.bad_luck(0.3):
-            return Compacted(self.now, command.stage, task, None, "bad luck")
+            return Compacted(now=self.now, stage=command.stage, task=task, output=None, failed="bad luck")
         name = f"merged-{len(self.disk.files)}"
         self.disk.files[name] = task.epoch_to
         size = sum(f.bytes for f in task.inputs)
         out = DeltaFile(name, task.stage, task.kind, task.epoch_from, task.epoch_to, task.slices, 1, size, "c")
-        return Compacted(self.now, command.stage, task, out)
+        return Compacted(now=self.now, stage=command.stage, task=task, output=out)
 
     # -- chance ------------------------------------------------------------------------------------------------------
 
@@ -462,20 +483,29 @@ class World:
                 self.node_comes()
                 self.news()
             case 4 | 5:
-                self.step(RescaleRequested(self.now, stage, r.randint(1, SLICES)))
+                self.step(RescaleRequested(now=self.now, stage=stage, instances=r.randint(1, SLICES)))
             case 6 | 7:
-                instances = self.controller.routing.instances[stateful]
+                instances = self.controller.routes.table.instances[stateful]
                 targets = {s: r.randrange(instances) for s in r.sample(range(SLICES), r.randint(1, 3))}
-                self.step(MoveRequested(self.now, stateful, targets))
+                self.step(MoveRequested(now=self.now, stage=stateful, targets=targets))
             case 8:
-                self.step(r.choice([RebalanceRequested(self.now), CancelMovesRequested(self.now)]))
+                self.step(r.choice([RebalanceRequested(now=self.now), CancelMovesRequested(now=self.now)]))
             case 9 if self.nodes:
                 if r.random() < 0.5:
-                    self.step(LeaveRequested(self.now, (r.choice(sorted(self.nodes)),)))
-                elif self.controller.in_flight:
-                    epoch, attempt = min(self.controller.in_flight), self.controller.attempt
-                    hung = r.randrange(self.controller.routing.instances[stateful])
-                    self.step(Stuck(self.now, stateful, Epoch(epoch), Attempt(attempt), (hung,), 1.0))
+                    self.step(LeaveRequested(now=self.now, nodes=(r.choice(sorted(self.nodes)),)))
+                elif self.controller.epochs.in_flight:
+                    epoch, attempt = min(self.controller.epochs.in_flight), self.controller.attempts.current
+                    hung = r.randrange(self.controller.routes.table.instances[stateful])
+                    self.step(
+                        Stuck(
+                            now=self.now,
+                            stage=stateful,
+                            epoch=Epoch(epoch),
+                            attempt=Attempt(attempt),
+                            containers=(hung,),
+                            seconds=1.0,
+                        )
+                    )
             case 10:
                 self.driver_dies()
 
@@ -495,7 +525,7 @@ class World:
             ready.append(lambda: self.publisher.popleft()(True))
         if self.jobs:
             ready.append(lambda: self.jobs.pop(self.random.randrange(len(self.jobs)))())
-        ready.append(lambda: Tick(self.now))
+        ready.append(lambda: Tick(now=self.now))
         event = self.random.choice(ready)()
         if event is not None:
             self.step(event)
@@ -508,7 +538,7 @@ class World:
                 self.disturb()
             if stop and self.bad_luck(0.02):
                 self.stopped = True
-                self.step(StopRequested(self.now))
+                self.step(StopRequested(now=self.now))
             self.turn()
 
     def heal(self) -> None:
@@ -576,7 +606,7 @@ def test_whatever_happens_every_row_is_published_once_and_in_order(
 @pytest.mark.parametrize("seed", range(10))
 def test_without_faults_there_is_no_recovery(seed: int) -> None:
     world = live_and_heal(seed, 100, 0.0, 3, 1.0, 0, False)
-    assert world.controller.recoveries == 0
+    assert world.controller.attempts.recoveries == 0
     assert world.disk.starts == 1
 
 
@@ -590,8 +620,8 @@ def test_a_seed_replays_exactly() -> None:
 def test_the_faults_are_really_met() -> None:
     """Among a few seeds there are recoveries, deaths, rescales and compactions; else the test above is idle."""
     worlds = [live_and_heal(seed, 150, 0.1, 3, 0.0, 600, False) for seed in range(12)]
-    assert sum(w.controller.recoveries for w in worlds) > 0
+    assert sum(w.controller.attempts.recoveries for w in worlds) > 0
     assert sum(w.disk.starts > 1 for w in worlds) > 3
-    assert any(w.controller.routing.version > 2 for w in worlds)
+    assert any(w.controller.routes.table.version > 2 for w in worlds)
     assert any(n.startswith("merged") for w in worlds for n in w.disk.files)
     assert sum(w.switched for w in worlds) > 5, "slices moved while epochs ran"

@@ -14,7 +14,12 @@ from typing import Any
 from hypothesis import given
 
 import penstock as ps
-from penstock.control.events import CancelMovesRequested, MoveRequested, RebalanceRequested, RescaleRequested
+from penstock.control.events import (
+    CancelMovesRequested,
+    MoveRequested,
+    RebalanceRequested,
+    RescaleRequested,
+)
 from penstock.engines.job import Job, start
 from penstock.engines.sim.checkers import canonical
 from penstock.engines.sim.oracle import final_state
@@ -56,17 +61,17 @@ def ask(job: Job, r: random.Random) -> None:
     stages = [s for s in runtime.plan.stages if s.keyed is not None]
     stage = StageId(r.choice(stages).id)
     now = runtime.clock()
-    instances = runtime.controller.routing.instances[stage]
+    instances = runtime.controller.routes.table.instances[stage]
     what = r.random()
     if what < 0.5:
         targets = {s: r.randrange(instances) for s in r.sample(range(SLICES), r.randint(1, SLICES))}
-        runtime.post(MoveRequested(now, stage, targets))
+        runtime.post(MoveRequested(now=now, stage=stage, targets=targets))
     elif what < 0.8:
-        runtime.post(RescaleRequested(now, stage, r.randint(1, 5)))
+        runtime.post(RescaleRequested(now=now, stage=stage, instances=r.randint(1, 5)))
     elif what < 0.9:
-        runtime.post(RebalanceRequested(now))
+        runtime.post(RebalanceRequested(now=now))
     else:
-        runtime.post(CancelMovesRequested(now, r.choice([None, stage])))
+        runtime.post(CancelMovesRequested(now=now, stage=r.choice([None, stage])))
 
 
 def seen(made: Made, job: Job) -> tuple[Any, ...]:
@@ -91,7 +96,7 @@ def test_moves_really_happen() -> None:
         _, job = run(seed, True)
         controller = job._runtime.controller
         assert controller is not None
-        ends.update(e.outcome for e in controller.migration.ended)
-        ends["under way"] += len(controller.migration.moves)
+        ends.update(e.outcome for e in controller.moves.ended)
+        ends["under way"] += len(controller.moves.by_slice)
     assert ends["done"] > 5
     assert ends["cancelled"] > 0 and ends["under way"] > 0, ends

@@ -16,9 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.control.events import CoresRequested, Event, HotSlices, NodeInfo, StageDone
+from penstock.control.events import (
+    CoresRequested,
+    Event,
+    HotSlices,
+    StageDone,
+)
 from penstock.control.load import SliceLoad, shares, within_slots
 from penstock.control.placement import Peer, schedule
+from penstock.control.records import NodeInfo
 from penstock.engines.job import Job, start
 from tests.property.cuts import SEEDS, THOROUGH, examples
 from tests.property.test_controller import SLICES, TOPOLOGY, World
@@ -43,10 +49,10 @@ class Cores(World):
             return
         self.asked += 1
         node = r.choice(sorted(self.nodes))
-        self.step(CoresRequested(self.now, node, r.randint(0, self.nodes[node].cores + 1)))
+        self.step(CoresRequested(now=self.now, node=node, cores=r.randint(0, self.nodes[node].cores + 1)))
         if r.random() < 0.2:
             hot = {s.id: (r.randrange(SLICES),) for s in TOPOLOGY.stateful}
-            self.step(HotSlices(self.now, hot))
+            self.step(HotSlices(now=self.now, slices=hot))
 
     def run(self, command: Any, routing: Any) -> Event:
         event = super().run(command, routing)
@@ -117,7 +123,7 @@ def test_in_the_end_a_node_works_on_the_cores_it_was_told(seed: int) -> None:
     node = w.random.choice(names)
     wanted = w.random.randint(1, c.nodes[node].cores)
     had = {s.id: len(owned(w, s.id, node)) for s in TOPOLOGY.stateful}
-    w.step(CoresRequested(w.now, node, wanted))
+    w.step(CoresRequested(now=w.now, node=node, cores=wanted))
     w.until_quiet()
     w.turns(100)
     assert c is w.controller and c.cores[node] == wanted
@@ -138,8 +144,8 @@ def test_in_the_end_a_node_works_on_the_cores_it_was_told(seed: int) -> None:
 
 
 def owned(w: World, stage: Any, node: str) -> list[int]:
-    homes = w.controller.routing.homes
-    return [s for s, c in enumerate(w.controller.routing.owners[stage]) if homes.get(c) == node]
+    homes = w.controller.routes.table.homes
+    return [s for s, c in enumerate(w.controller.routes.table.owners[stage]) if homes.get(c) == node]
 
 
 def test_cores_are_really_asked_for() -> None:
@@ -148,7 +154,7 @@ def test_cores_are_really_asked_for() -> None:
         w.live(400, stop=False)
     assert sum(w.asked for w in worlds) > 30
     assert sum(w.switched for w in worlds) > 5, "slices moved while epochs ran"
-    assert any(w.controller.cores for w in worlds)
+    assert any(w.controller.fleet.cores for w in worlds)
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------
@@ -173,7 +179,7 @@ def run(seed: int, disturbed: bool) -> tuple[Made, Job]:
         if step == "after-publish" and disturbed and r.random() < 0.4:
             ready.wait()
             runtime = held[0]._runtime
-            runtime.post(CoresRequested(runtime.clock(), "local", r.randint(1, most)))
+            runtime.post(CoresRequested(now=runtime.clock(), node="local", cores=r.randint(1, most)))
 
     job = start(made.flow, engine="local", config=config, trip=trip)
     held.append(job)

@@ -10,7 +10,12 @@ import msgspec
 import pytest
 
 from penstock.control.controller import Controller
-from penstock.control.events import CollectGarbage, EpochPublished, StageDone, StageFailed
+from penstock.control.events import (
+    CollectGarbage,
+    EpochPublished,
+    StageDone,
+    StageFailed,
+)
 from penstock.engines.runtime import Runtime
 from penstock.engines.sim.outside import SimSink
 from penstock.engines.sim.simulate import simulate

@@ -71,7 +71,7 @@ def test_every_failure_is_told(drivers: list[Driver]) -> None:
         World(seed).run()
         for driver in drivers:
             lines = tell(driver.journal.history())
-            recoveries += driver.controller.recoveries if driver.controller is not None else 0
+            recoveries += driver.controller.attempts.recoveries if driver.controller is not None else 0
             told += sum(line.text.startswith("recovery ") for line in lines)
             assert all(line.incident is not None for line in lines if line.text.startswith("recovery "))
     assert told == recoveries > 0

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from penstock.control.controller import Controller
-from penstock.control.events import MoveRequested, Tell
-from penstock.control.migration import Migration, Move
+from penstock.control.events import (
+    MoveRequested,
+    Tell,
+)
+from penstock.control.moves import Migration, Move
 from penstock.engines.sim.checkers import Answered, Violation
 from penstock.engines.sim.simulate import Campaign, simulate
 from penstock.engines.sim.storm import KINDS, ORDERS, SimJob
@@ -81,7 +84,7 @@ def running(seed: int, *, stormy: bool = False) -> tuple[World, Controller]:
     """A world whose job has just started."""
     world = World(seed, stormy)
     world.schedule.after(0.0, world.start_driver)
-    while (controller := world.driver and world.driver.controller) is None or not controller.nodes:
+    while (controller := world.driver and world.driver.controller) is None or not controller.fleet.nodes:
         what = world.schedule.next()
         assert what is not None
         what()
@@ -91,12 +94,12 @@ def running(seed: int, *, stormy: bool = False) -> tuple[World, Controller]:
 def test_an_order_is_taken_or_told() -> None:
     """The checker itself: a move that the controller knows nothing of, with and without a word about it."""
     _, controller = running(1)
-    stage = next(iter(controller.routing.owners))
-    order = MoveRequested(0.0, stage, {0: 99})
+    stage = next(iter(controller.routes.table.owners))
+    order = MoveRequested(now=0.0, stage=stage, targets={0: 99})
     with pytest.raises(Violation, match="nobody says why"):
         Answered().on_order(order, controller, [])
     Answered().on_order(order, controller, ["there is no container 99"])
-    Answered().on_order(replace(order, targets={0: controller.routing.owners[stage][0]}), controller, [])
+    Answered().on_order(replace(order, targets={0: controller.routes.table.owners[stage][0]}), controller, [])
 
 
 def test_slices_of_a_stage_without_state_are_not_moved() -> None:
@@ -106,9 +109,9 @@ def test_slices_of_a_stage_without_state_are_not_moved() -> None:
     assert stage == "window-ranking"
     with pytest.raises(ConfigError, match="keeps no state"):
         SimJob(world).migrate(stage, [0], 1)
-    words = told(controller, MoveRequested(0.0, stage, {0: 1}))
+    words = told(controller, MoveRequested(now=0.0, stage=stage, targets={0: 1}))
     assert words == ["slices of 'window-ranking' stay: it has no state to move"]
-    assert not controller.migration.moves
+    assert not controller.moves.by_slice
 
 
 def told(controller: Controller, order: MoveRequested) -> list[str]:
@@ -119,12 +122,12 @@ def test_a_move_that_came_too_late_is_told() -> None:
     """The container has gone since it was asked for, or the slice is being handed over to another."""
     _, controller = running(1)
     stage = controller.topology.stateful[0].id
-    owner = controller.routing.owners[stage][0]
-    nowhere = told(controller, MoveRequested(0.0, stage, {0: 99, 1_000: owner}))
+    owner = controller.routes.table.owners[stage][0]
+    nowhere = told(controller, MoveRequested(now=0.0, stage=stage, targets={0: 99, 1_000: owner}))
     assert nowhere == [f"slices 0, 1000 of '{stage}' stay: no such slice, or no container to take it"]
-    assert not controller.migration.moves
-    controller.migration.moves[stage, 0] = Move(stage, 0, owner, owner + 1, "switch", 0.0, "asked for", Epoch(9))
-    late = told(controller, MoveRequested(0.0, stage, {0: owner}))
+    assert not controller.moves.by_slice
+    controller.moves.by_slice[stage, 0] = Move(stage, 0, owner, owner + 1, "switch", 0.0, "asked for", Epoch(9))
+    late = told(controller, MoveRequested(now=0.0, stage=stage, targets={0: owner}))
     assert late == [f"slices 0 of '{stage}' change hands just now: ask again when they have"]
 
 
@@ -172,7 +175,7 @@ def stateless_moves(patch: pytest.MonkeyPatch) -> None:
             return real(self, event)
         usable = {p.container for p in self.peers(event.stage)}
         targets = {s: c for s, c in event.targets.items() if c in usable and s < self.routing.slices}
-        return [*self._ask(event.stage, targets, event.now, event.reason), Tell("as you wish")]
+        return [*self._ask(event.stage, targets, event.now, event.reason), Tell(text="as you wish")]
 
     patch.setattr(Controller, "_move_requested", move_requested)
 

@@ -173,7 +173,7 @@ def outcome(sinks: dict[str, MemorySink]) -> Outcome:
 
 def heard(controller: Controller, stage: str, instances: int) -> bool:
     """Does it know of the rescale?"""
-    known = controller.resizes.get(StageId(stage), controller.routing.instances[StageId(stage)])
+    known = controller.resizes.wanted.get(StageId(stage), controller.routes.table.instances[StageId(stage)])
     return known == instances
 
 
@@ -199,7 +199,7 @@ def run(
                 while len(controller.rescales) < len(wanted):  # processes are up: it happens after this epoch
                     patience.wait(0.001)
             else:
-                while controller.warming or any(not heard(controller, s, n) for s, n in wanted.items()):
+                while controller.processes.warming or any(not heard(controller, s, n) for s, n in wanted.items()):
                     patience.wait(0.001)  # processes are up: slices begin to move with the next epochs
 
     config = ps.Config(master="local[2]", slices=8, **settings)
@@ -260,4 +260,4 @@ def test_slices_that_move_while_epochs_run_do_not_show(seed: int, session: Any) 
     controller = job._runtime.controller
     assert controller is not None
     assert outcomes[1] == outcomes[0]
-    assert controller.migration.ended or controller.migration.moves, "slices were on the move"
+    assert controller.moves.ended or controller.moves.by_slice, "slices were on the move"

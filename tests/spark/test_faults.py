@@ -180,7 +180,7 @@ class Faults:
         kill(executors()[:1])
 
     def _loss(self) -> None:
-        recoveries = self.watch.controller.recoveries
+        recoveries = self.watch.controller.attempts.recoveries
         kill(executors()[:1])
         self.watch.until("the recovery", lambda c: c.recoveries > recoveries)
 

@@ -17,7 +17,10 @@ import psutil
 import pytest
 
 import penstock as ps
-from penstock.control.events import StageDone, StageFailed
+from penstock.control.events import (
+    StageDone,
+    StageFailed,
+)
 from penstock.engines.job import start
 from penstock.engines.spark.engine import SparkEngine
 from tests.spark.child import differences, digests, executors, finish, kill, run, say

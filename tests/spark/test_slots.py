@@ -26,7 +26,9 @@ import polars as pl
 import psutil
 
 import penstock as ps
-from penstock.control.events import StageFailed
+from penstock.control.events import (
+    StageFailed,
+)
 from penstock.engines.job import start
 
 place, daemon = Path(sys.argv[1]), sys.argv[2]

@@ -111,7 +111,7 @@ class Storm:
 
     def pause(self) -> None:
         epochs = self.random.choice([0, 0, 1, 1, 2, 4])
-        past = self.watch.controller.published
+        past = self.watch.controller.epochs.published
         self.watch.until("the next epochs", lambda c: c.published >= past + epochs)
 
     def _give(self, what: str, order: Callable[[], None]) -> None:
@@ -130,7 +130,7 @@ def main(place: Path, seed: int, orders: int, kills: int) -> None:
     job = start(build(place / "spark", **paced(SETTINGS["epoch_rows"])), engine="spark", config=config)
     watch = Watch(job, 150)
     ended: set[Any] = set()
-    watch.on_event.append(lambda event: ended.update(watch.controller.migration.ended))
+    watch.on_event.append(lambda event: ended.update(watch.controller.moves.ended))
     storm = Storm(job, watch, seed)
     watch.until("a first checkpoint", lambda c: c.committed > 0)
     strikes = {round((k + 1) * orders / (kills + 1)) for k in range(kills)}
@@ -157,7 +157,7 @@ def main(place: Path, seed: int, orders: int, kills: int) -> None:
         given=storm.given,
         refused=storm.refused,
         moves=Counter(e.outcome for e in ended),
-        versions=watch.controller.routing.version,
+        versions=watch.controller.routes.table.version,
         notices=job.notices[-20:],
     )
 

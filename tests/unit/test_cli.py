@@ -81,7 +81,7 @@ class Started:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    return Started(monkeypatch)
+    return Started(now=monkeypatch)
 
 
 def invoke(*arguments: str) -> Any:

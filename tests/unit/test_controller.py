@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.control.controller import FOREVER, NEVER, RECOVERIES_MAX, Controller
-from penstock.control.epochs import Settings
+from penstock.control.attempts import RECOVERIES_MAX
+from penstock.control.controller import Controller
 from penstock.control.events import (
     CancelAll,
     CollectGarbage,
@@ -35,8 +35,6 @@ from penstock.control.events import (
     StageFailed,
     Started,
     StopRequested,
-    TaskError,
-    TaskReport,
     Tell,
     Tick,
     WarmedUp,
@@ -44,7 +42,9 @@ from penstock.control.events import (
     WriteManifest,
 )
 from penstock.control.pacing import Pacer
+from penstock.control.records import FOREVER, NEVER, TaskError, TaskReport
 from penstock.control.routing import RoutingTable
+from penstock.control.settings import Settings
 from penstock.control.topology import StageInfo, Topology
 from penstock.errors import ConfigError
 from penstock.ids import Attempt, Epoch, StageId
@@ -80,41 +80,58 @@ class Driver:
         return commands
 
     def start(self, restored: Manifest | None = None, logged: tuple[dict[str, Any], ...] = ()) -> list[Command]:
-        return self.step(Started(self.now, restored, logged))
+        return self.step(Started(now=self.now, restored=restored, logged=logged))
 
     def plan(self, epoch: int, *, facts: tuple[Any, ...] = ()) -> list[Command]:
         """The source has 100 more rows."""
-        return self.step(EpochPlanned(self.now, Epoch(epoch), {IN: span(epoch, facts)}, (), 1_000 + epoch))
+        return self.step(
+            EpochPlanned(
+                now=self.now, epoch=Epoch(epoch), ranges={IN: span(epoch, facts)}, exhausted=(), clock_ms=1_000 + epoch
+            )
+        )
 
     def log(self, epoch: int, attempt: int = 1) -> list[Command]:
-        return self.step(EpochLogged(self.now, Epoch(epoch), Attempt(attempt)))
+        return self.step(EpochLogged(now=self.now, epoch=Epoch(epoch), attempt=Attempt(attempt)))
 
     def done(self, epoch: int, stage: StageId, attempt: int = 1, **fields: Any) -> list[Command]:
         """A stage ends. ``sealed``: its containers have written their deltas for this epoch."""
         sealed = fields.pop("sealed", None)
-        count = 1 if stage == IN else self.controller.routing.instances[stage]
+        count = 1 if stage == IN else self.controller.routes.table.instances[stage]
         reports = []
         for i in range(count):
             deltas = [] if sealed is None else [delta(stage, sealed, attempt, i)]
-            reports.append(TaskReport(stage, epoch, attempt, i, deltas=deltas, **fields))
-        return self.step(StageDone(self.now, Epoch(epoch), stage, Attempt(attempt), tuple(reports)))
+            reports.append(TaskReport(stage=stage, epoch=epoch, attempt=attempt, index=i, deltas=deltas, **fields))
+        return self.step(
+            StageDone(now=self.now, epoch=Epoch(epoch), stage=stage, attempt=Attempt(attempt), reports=tuple(reports))
+        )
 
     def failed(self, epoch: int, stage: str, attempt: int = 1) -> list[Command]:
-        return self.step(StageFailed(self.now, Epoch(epoch), StageId(stage), Attempt(attempt), "executor lost"))
+        return self.step(
+            StageFailed(
+                now=self.now, epoch=Epoch(epoch), stage=StageId(stage), attempt=Attempt(attempt), reason="executor lost"
+            )
+        )
 
     def published(self, epoch: int, attempt: int = 1) -> list[Command]:
-        return self.step(EpochPublished(self.now, Epoch(epoch), Attempt(attempt)))
+        return self.step(EpochPublished(now=self.now, epoch=Epoch(epoch), attempt=Attempt(attempt)))
 
     def written(self, epoch: int, attempt: int = 1) -> list[Command]:
-        return self.step(ManifestWritten(self.now, Epoch(epoch), Attempt(attempt)))
+        return self.step(ManifestWritten(now=self.now, epoch=Epoch(epoch), attempt=Attempt(attempt)))
 
     def flushed(self, epoch: int, attempt: int = 1, missing: bool = False) -> list[Command]:
         reports = [
-            TaskReport(s, epoch, attempt, i, missing=missing, deltas=[] if missing else [delta(s, epoch, attempt, i)])
+            TaskReport(
+                stage=s,
+                epoch=epoch,
+                attempt=attempt,
+                index=i,
+                missing=missing,
+                deltas=[] if missing else [delta(s, epoch, attempt, i)],
+            )
             for s in (COUNT, WIN)
-            for i in range(self.controller.routing.instances[s])
+            for i in range(self.controller.routes.table.instances[s])
         ]
-        return self.step(Flushed(self.now, Epoch(epoch), Attempt(attempt), tuple(reports)))
+        return self.step(Flushed(now=self.now, epoch=Epoch(epoch), attempt=Attempt(attempt), reports=tuple(reports)))
 
     def whole_epoch(self, epoch: int, attempt: int = 1, **fields: Any) -> list[Command]:
         """From planned to published; what the last step gave."""
@@ -182,28 +199,41 @@ def one(commands: list[Command], kind: type[Command]) -> Any:
 
 def test_nothing_happens_before_the_engine_is_up() -> None:
     d = Driver()
-    assert d.step(Tick(1.0)) == []
+    assert d.step(Tick(now=1.0)) == []
     assert d.controller.phase == "starting"
 
 
 def test_one_epoch_from_plan_to_published() -> None:
     d = Driver(epochs_in_flight=1)
-    assert d.start() == [PlanEpoch(Epoch(1), {}, 100, False, cause="Started")]
+    assert d.start() == [PlanEpoch(epoch=Epoch(1), offsets={}, rows_max=100, even_if_empty=False, cause="Started")]
     planned = d.plan(1)
     record = one(planned, LogEpoch).record
     assert brief(planned) == [("LogEpoch", 1)]
     assert record["ranges"] == {IN: span(1)}
     assert (record["epoch"], record["attempt"], record["final"], record["clock_ms"]) == (1, 1, False, 1_001)
-    assert record["routing"] == d.controller.routing.to_json(), "the first epoch says which routing holds"
+    assert record["routing"] == d.controller.routes.table.to_json(), "the first epoch says which routing holds"
     run = one(d.log(1), RunStage)
     assert run == RunStage(
-        Epoch(1), IN, Attempt(1), Epoch(0), 1, False, span(1), NEVER, NEVER, {}, 1_001, (), (0, 1), cause="EpochLogged"
+        epoch=Epoch(1),
+        stage=IN,
+        attempt=Attempt(1),
+        checkpoint=Epoch(0),
+        routing=1,
+        seal=False,
+        span=span(1),
+        watermark_before=NEVER,
+        watermark=NEVER,
+        arrivals={},
+        clock_ms=1_001,
+        ports=(),
+        containers=(0, 1),
+        cause="EpochLogged",
     )
     assert brief(d.done(1, IN)) == [("run", COUNT, 1), ("run", WIN, 1)]
     assert d.done(1, COUNT) == []
     assert brief(d.done(1, WIN)) == [("PublishEpoch", 1)]
     assert brief(d.published(1)) == [("ReleaseEpoch", 1), ("PlanEpoch", 2)]
-    assert d.controller.published == 1
+    assert d.controller.epochs.published == 1
 
 
 def test_every_command_names_its_cause() -> None:
@@ -245,7 +275,7 @@ def test_no_more_epochs_than_allowed_are_under_way() -> None:
     for epoch in (1, 2, 3):
         planned += [c for c in d.plan(epoch) if isinstance(c, PlanEpoch)]
     assert [c.epoch for c in planned] == [2, 3]
-    assert d.step(Tick(5.0)) == []
+    assert d.step(Tick(now=5.0)) == []
 
 
 def test_offsets_are_those_of_the_last_planned_epoch() -> None:
@@ -261,9 +291,12 @@ def test_parts_and_tables_of_all_stages_are_published_in_order() -> None:
     d.log(1)
     d.done(1, IN)
     reports = tuple(
-        TaskReport(COUNT, 1, 1, i, parts={"out": {"file": f"p{i}"}}, tables={"mem": bytes([i])}) for i in (1, 0)
+        TaskReport(
+            stage=COUNT, epoch=1, attempt=1, index=i, parts={"out": {"file": f"p{i}"}}, tables={"mem": bytes([i])}
+        )
+        for i in (1, 0)
     )
-    d.step(StageDone(0.0, Epoch(1), COUNT, Attempt(1), reports))
+    d.step(StageDone(now=0.0, epoch=Epoch(1), stage=COUNT, attempt=Attempt(1), reports=reports))
     publish = one(d.done(1, WIN), PublishEpoch)
     assert publish.parts == {"out": [{"file": "p0"}, {"file": "p1"}]}
     assert publish.tables == {"mem": [b"\0", b"\1"]}
@@ -275,12 +308,14 @@ def test_parts_and_tables_of_all_stages_are_published_in_order() -> None:
 def test_an_idle_source_is_asked_again_and_gets_an_empty_epoch_now_and_then() -> None:
     d = Driver(poll_s=1.0, idle_epoch_s=10.0)
     d.start()
-    assert d.step(NothingNew(0.0, Epoch(1))) == []
-    assert d.step(Tick(0.5)) == []
-    assert one(d.step(Tick(1.0)), PlanEpoch) == PlanEpoch(Epoch(1), {}, 100, False, cause="Tick")
-    d.step(NothingNew(1.0, Epoch(1)))
-    assert one(d.step(Tick(10.0)), PlanEpoch).even_if_empty
-    commands = d.step(EpochPlanned(10.0, Epoch(1), {}, (), 1))
+    assert d.step(NothingNew(now=0.0, epoch=Epoch(1))) == []
+    assert d.step(Tick(now=0.5)) == []
+    assert one(d.step(Tick(now=1.0)), PlanEpoch) == PlanEpoch(
+        epoch=Epoch(1), offsets={}, rows_max=100, even_if_empty=False, cause="Tick"
+    )
+    d.step(NothingNew(now=1.0, epoch=Epoch(1)))
+    assert one(d.step(Tick(now=10.0)), PlanEpoch).even_if_empty
+    commands = d.step(EpochPlanned(now=10.0, epoch=Epoch(1), ranges={}, exhausted=(), clock_ms=1))
     assert brief(commands) == [("LogEpoch", 1), ("PlanEpoch", 2)]
 
 
@@ -288,7 +323,7 @@ def test_a_bounded_input_ends_with_an_epoch_that_closes_every_window() -> None:
     d = Driver(epochs_in_flight=1)
     d.start()
     d.whole_epoch(1)
-    final = d.step(NothingNew(0.0, Epoch(2), exhausted=True))
+    final = d.step(NothingNew(now=0.0, epoch=Epoch(2), exhausted=True))
     record = one(final, LogEpoch).record
     assert record["final"] and record["ranges"] == {}
     assert one(d.log(2), RunStage).range is None
@@ -300,14 +335,14 @@ def test_a_bounded_input_ends_with_an_epoch_that_closes_every_window() -> None:
     assert brief(d.flushed(2)) == [("WriteManifest", 2)]
     assert brief(d.written(2)) == [("CollectGarbage", 2), ("Finish", "complete")]
     assert d.controller.phase == "stopped"
-    assert d.step(Tick(9.0)) == []
+    assert d.step(Tick(now=9.0)) == []
 
 
 def test_stop_finishes_what_is_under_way_takes_a_checkpoint_and_ends() -> None:
     d = Driver(epochs_in_flight=2)
     d.start()
     d.plan(1)
-    assert d.step(StopRequested(0.0)) == []
+    assert d.step(StopRequested(now=0.0)) == []
     assert brief(d.plan(2)) == [("LogEpoch", 2)], "an epoch that was being planned is still run"
     assert brief(d.log(1)) == [("run", IN, 1)]
     d.log(2)
@@ -323,8 +358,8 @@ def test_stop_finishes_what_is_under_way_takes_a_checkpoint_and_ends() -> None:
 def test_stop_before_any_input() -> None:
     d = Driver()
     d.start()
-    assert d.step(StopRequested(0.0)) == [], "a plan is under way"
-    assert brief(d.step(NothingNew(0.0, Epoch(1)))) == [("Finish", "stopped")]
+    assert d.step(StopRequested(now=0.0)) == [], "a plan is under way"
+    assert brief(d.step(NothingNew(now=0.0, epoch=Epoch(1)))) == [("Finish", "stopped")]
 
 
 def test_so_many_epochs_and_no_more() -> None:
@@ -363,8 +398,8 @@ def test_a_checkpoint_with_deltas_that_arrive_an_epoch_later() -> None:
     assert manifest.sources == {IN: {"offset": {"row": 100}, "facts": []}}, "where epoch 1 ended, not epoch 2"
     assert sorted(manifest.names()) == sorted(delta(s, 1, 1, i)["file"]["name"] for s in (COUNT, WIN) for i in (0, 1))
     assert brief(d.written(1)) == [("CollectGarbage", 1)]
-    assert d.controller.committed == 1
-    assert list(d.controller.log) == [2]
+    assert d.controller.checkpoints.committed == 1
+    assert list(d.controller.inputs.log) == [2]
     d.published(2)
     d.plan(3)
     assert one(d.log(3), RunStage).checkpoint == 1
@@ -387,11 +422,19 @@ def test_a_checkpoint_is_flushed_when_no_input_comes() -> None:
     d = Driver(epochs_in_flight=2, checkpoint_interval_s=0.0)
     d.start()
     d.whole_epoch(1)
-    commands = d.step(NothingNew(0.0, Epoch(2)))
+    commands = d.step(NothingNew(now=0.0, epoch=Epoch(2)))
     everybody = {COUNT: (0, 1), WIN: (0, 1)}
     progress = {IN: {"row": 100}}
-    assert one(commands, Flush) == Flush(Epoch(1), Attempt(1), Epoch(0), 1, everybody, progress, cause="NothingNew")
-    assert d.step(Tick(0.001)) == [], "once"
+    assert one(commands, Flush) == Flush(
+        epoch=Epoch(1),
+        attempt=Attempt(1),
+        checkpoint=Epoch(0),
+        routing=1,
+        containers=everybody,
+        progress=progress,
+        cause="NothingNew",
+    )
+    assert d.step(Tick(now=0.001)) == [], "once"
     commands = d.flushed(1)
     assert brief([c for c in commands if not isinstance(c, PlanEpoch)]) == [("WriteManifest", 1)]
 
@@ -413,11 +456,11 @@ def test_long_chains_of_deltas_are_merged_and_the_result_is_in_the_next_manifest
         d.whole_epoch(epoch, sealed=epoch)
         compact = [c for c in d.written(epoch) if isinstance(c, Compact)]
     task = compact[0].task
-    again = [c for c in d.step(Tick(0.0)) if isinstance(c, Compact)]
+    again = [c for c in d.step(Tick(now=0.0)) if isinstance(c, Compact)]
     assert again == [], "one at a time for each stage"
     merged = DeltaFile("merged", task.stage, task.kind, 0, task.epoch_to, task.slices, 1, 1, "c")
-    assert d.step(Compacted(0.0, compact[0].stage, task, None, "no room")) == []
-    assert d.step(Compacted(0.0, compact[0].stage, task, merged)) == []
+    assert d.step(Compacted(now=0.0, stage=compact[0].stage, task=task, output=None, failed="no room")) == []
+    assert d.step(Compacted(now=0.0, stage=compact[0].stage, task=task, output=merged)) == []
     epoch += 1
     d.plan(epoch)
     d.log(epoch)
@@ -440,9 +483,10 @@ def test_watermarks_follow_the_greatest_time_before_each_split() -> None:
         d.plan(epoch)
         d.log(epoch)
         reports = tuple(
-            TaskReport(IN, epoch, 1, i, time_max={} if t is None else {WIN: t}) for i, t in enumerate(times)
+            TaskReport(stage=IN, epoch=epoch, attempt=1, index=i, time_max={} if t is None else {WIN: t})
+            for i, t in enumerate(times)
         )
-        commands = d.step(StageDone(0.0, Epoch(epoch), IN, Attempt(1), reports))
+        commands = d.step(StageDone(now=0.0, epoch=Epoch(epoch), stage=IN, attempt=Attempt(1), reports=reports))
         d.done(epoch, COUNT)
         d.done(epoch, WIN)
         d.published(epoch)
@@ -475,9 +519,11 @@ def test_a_rescale_that_stops_everything_waits_for_a_checkpoint_and_takes_effect
     d.plan(1)
     d.log(1)
     homes = {2: "local", 3: "local"}
-    assert d.step(RescaleRequested(0.0, COUNT, 4)) == [WarmUp(COUNT, (2, 3), homes, cause="RescaleRequested")]
+    assert d.step(RescaleRequested(now=0.0, stage=COUNT, instances=4)) == [
+        WarmUp(stage=COUNT, containers=(2, 3), homes=homes, cause="RescaleRequested")
+    ]
     assert d.controller.rescales == [], "epochs go on while processes start"
-    assert d.step(WarmedUp(0.0, COUNT, (2, 3))) == []
+    assert d.step(WarmedUp(now=0.0, stage=COUNT, containers=(2, 3))) == []
     assert brief(d.plan(2)) == [("LogEpoch", 2)], "no further epoch is planned under the old routing"
     d.log(2)
     for epoch in (1, 2):
@@ -487,11 +533,11 @@ def test_a_rescale_that_stops_everything_waits_for_a_checkpoint_and_takes_effect
     assert brief(d.published(2)) == [("ReleaseEpoch", 2), ("Flush", 2)]
     assert brief(d.flushed(2)) == [("WriteManifest", 2)]
     assert brief(d.written(2)) == [("CollectGarbage", 2), ("PlanEpoch", 3)]
-    assert d.controller.routing.instances[COUNT] == 4
-    version = d.controller.routing.version
+    assert d.controller.routes.table.instances[COUNT] == 4
+    version = d.controller.routes.table.version
     assert version > 1
     record = one(d.plan(3), LogEpoch).record
-    assert record["version"] == version and record["routing"] == d.controller.routing.to_json()
+    assert record["version"] == version and record["routing"] == d.controller.routes.table.to_json()
     assert one(d.log(3), RunStage).routing == version
     assert one(d.plan(4), LogEpoch).record["routing"] is None, "said once"
 
@@ -499,22 +545,22 @@ def test_a_rescale_that_stops_everything_waits_for_a_checkpoint_and_takes_effect
 def test_a_rescale_before_any_input_needs_no_checkpoint() -> None:
     d = Driver(live=False)
     d.start()
-    d.step(RescaleRequested(0.0, COUNT, 5))
-    d.step(WarmedUp(0.0, COUNT, (2, 3, 4)))
-    assert brief(d.step(NothingNew(0.0, Epoch(1)))) == []
-    assert d.controller.routing.instances[COUNT] == 5
-    assert brief(d.step(Tick(1.0))) == [("PlanEpoch", 1)]
+    d.step(RescaleRequested(now=0.0, stage=COUNT, instances=5))
+    d.step(WarmedUp(now=0.0, stage=COUNT, containers=(2, 3, 4)))
+    assert brief(d.step(NothingNew(now=0.0, epoch=Epoch(1)))) == []
+    assert d.controller.routes.table.instances[COUNT] == 5
+    assert brief(d.step(Tick(now=1.0))) == [("PlanEpoch", 1)]
 
 
 @pytest.mark.parametrize(("stage", "instances"), [("count", 0), ("count", 9), ("nowhere", 2)])
 def test_a_rescale_that_cannot_be_changes_nothing(stage: str, instances: int) -> None:
     d = Driver()
     d.start()
-    (told,) = d.step(RescaleRequested(0.0, StageId(stage), instances))
+    (told,) = d.step(RescaleRequested(now=0.0, stage=StageId(stage), instances=instances))
     assert isinstance(told, Tell) and ("cannot have" in told.text or "there is no stage" in told.text)
-    assert d.controller.rescales == [] and d.controller.resizes == {}
+    assert d.controller.rescales == [] and d.controller.resizes.wanted == {}
     with pytest.raises(ConfigError):  # this is what tells whoever asks
-        d.controller.routing.rescale(StageId(stage), instances)
+        d.controller.routes.table.rescale(StageId(stage), instances)
 
 
 # -- failure and recovery --------------------------------------------------------------------------------------------
@@ -530,16 +576,16 @@ def test_after_a_failure_everything_since_the_checkpoint_runs_again() -> None:
     d.plan(3)
     d.log(3)
     d.done(2, IN)  # now count and win of 2 run, and in of 3
-    assert d.failed(2, COUNT) == [CancelAll(Attempt(2), cause="failure: executor lost")]
+    assert d.failed(2, COUNT) == [CancelAll(attempt=Attempt(2), cause="failure: executor lost")]
     assert d.controller.phase == "recovering"
-    assert d.step(Tick(1.0)) == [], "old work must be gone first"
+    assert d.step(Tick(now=1.0)) == [], "old work must be gone first"
     assert d.failed(2, WIN) == []
     again = d.done(3, IN)
     assert brief(again) == [("run", IN, 2)], "the last of the old work is gone"
     run = one(again, RunStage)
     assert (run.attempt, run.checkpoint, run.range) == (2, 1, span(2))
     assert d.controller.phase == "running"
-    assert d.controller.recoveries == 1
+    assert d.controller.attempts.recoveries == 1
     assert brief(d.done(2, IN, attempt=2)) == [("run", COUNT, 2), ("run", WIN, 2), ("run", IN, 3)]
 
 
@@ -567,7 +613,7 @@ def test_what_was_published_is_run_again_and_not_published_again() -> None:
     again = d.done(1, WIN, attempt=2)
     assert brief(again) == [("ReleaseEpoch", 1), ("run", IN, 2)]
     assert not one(again, RunStage).quiet, "nobody has seen epoch 2"
-    assert d.controller.published == 1
+    assert d.controller.epochs.published == 1
 
 
 def test_lost_state_is_a_failure() -> None:
@@ -588,26 +634,38 @@ def test_events_of_an_older_attempt_change_nothing() -> None:
     d.done(1, IN)
     d.failed(1, COUNT)
     d.failed(1, WIN)
-    assert d.controller.attempt == 2
+    assert d.controller.attempts.current == 2
     for event in (
-        StageDone(0.0, Epoch(1), IN, Attempt(1), (TaskReport(IN, 1, 1, 0),)),
-        StageDone(0.0, Epoch(1), IN, Attempt(1), (TaskReport(IN, 1, 1, 0, error=TaskError("X", "stale")),)),
-        StageFailed(0.0, Epoch(1), IN, Attempt(1), "stale"),
-        EpochPublished(0.0, Epoch(1), Attempt(1)),
-        Flushed(0.0, Epoch(1), Attempt(1), ()),
-        ManifestWritten(0.0, Epoch(1), Attempt(1)),
+        StageDone(
+            now=0.0,
+            epoch=Epoch(1),
+            stage=IN,
+            attempt=Attempt(1),
+            reports=(TaskReport(stage=IN, epoch=1, attempt=1, index=0),),
+        ),
+        StageDone(
+            now=0.0,
+            epoch=Epoch(1),
+            stage=IN,
+            attempt=Attempt(1),
+            reports=(TaskReport(stage=IN, epoch=1, attempt=1, index=0, error=TaskError(kind="X", message="stale")),),
+        ),
+        StageFailed(now=0.0, epoch=Epoch(1), stage=IN, attempt=Attempt(1), reason="stale"),
+        EpochPublished(now=0.0, epoch=Epoch(1), attempt=Attempt(1)),
+        Flushed(now=0.0, epoch=Epoch(1), attempt=Attempt(1), reports=()),
+        ManifestWritten(now=0.0, epoch=Epoch(1), attempt=Attempt(1)),
     ):
         assert d.step(event) == [], event
-    assert d.controller.recoveries == 1
-    assert d.controller.in_flight[Epoch(1)].running == {IN}
+    assert d.controller.attempts.recoveries == 1
+    assert d.controller.epochs.in_flight[Epoch(1)].running == {IN}
 
 
 def test_a_delta_that_cannot_be_had_any_more_is_a_failure() -> None:
     d = Driver(epochs_in_flight=1)
     d.start()
     d.whole_epoch(1)
-    d.step(StopRequested(0.0))
-    d.step(NothingNew(0.0, Epoch(2)))
+    d.step(StopRequested(now=0.0))
+    d.step(NothingNew(now=0.0, epoch=Epoch(2)))
     assert brief(d.flushed(1, missing=True)) == [("CancelAll", 2), ("run", IN, 1)]
     assert d.controller.stopping, "it still ends once that is mended"
 
@@ -629,7 +687,7 @@ def test_a_checkpoint_that_was_being_written_when_work_failed_counts() -> None:
     again = d.written(1)
     assert brief(again) == [("CollectGarbage", 1), ("run", IN, 2)], "after it, not from the beginning"
     assert one(again, RunStage).checkpoint == 1
-    assert d.controller.committed == 1 and list(d.controller.log) == [2]
+    assert d.controller.checkpoints.committed == 1 and list(d.controller.inputs.log) == [2]
     assert d.written(1) == [], "once"
 
 
@@ -641,21 +699,21 @@ def test_an_epoch_whose_log_entry_was_under_way_is_not_run_before_it_is_there() 
     d.plan(2)
     d.failed(1, IN)
     d.done(1, IN, attempt=2)
-    assert not d.controller.in_flight[Epoch(2)].logged
+    assert not d.controller.epochs.in_flight[Epoch(2)].logged
     assert brief(d.log(2, attempt=1)) == [("run", IN, 2)], "a record is the same whichever attempt wrote it"
 
 
 def test_a_rescale_survives_a_failure_right_after_it() -> None:
     d = Driver(epochs_in_flight=1, live=False)
     d.start()
-    d.step(RescaleRequested(0.0, COUNT, 4))
-    d.step(WarmedUp(0.0, COUNT, (2, 3)))
-    d.step(NothingNew(0.0, Epoch(1)))
-    d.step(Tick(1.0))
+    d.step(RescaleRequested(now=0.0, stage=COUNT, instances=4))
+    d.step(WarmedUp(now=0.0, stage=COUNT, containers=(2, 3)))
+    d.step(NothingNew(now=0.0, epoch=Epoch(1)))
+    d.step(Tick(now=1.0))
     d.plan(1)
     d.log(1)
     d.failed(1, IN)
-    assert d.controller.routing.instances[COUNT] == 4
+    assert d.controller.routes.table.instances[COUNT] == 4
 
 
 def test_a_users_error_ends_the_job() -> None:
@@ -663,28 +721,33 @@ def test_a_users_error_ends_the_job() -> None:
     d.start()
     d.plan(1)
     d.log(1)
-    error = TaskError("UserCodeError", "boom")
+    error = TaskError(kind="UserCodeError", message="boom")
     commands = d.done(1, IN, error=error)
-    assert commands == [CancelAll(Attempt(2), cause="StageDone"), Fail(error, cause="StageDone")]
+    assert commands == [CancelAll(attempt=Attempt(2), cause="StageDone"), Fail(error=error, cause="StageDone")]
     assert d.controller.phase == "failed"
-    assert d.step(Tick(1.0)) == []
+    assert d.step(Tick(now=1.0)) == []
 
 
 def test_an_error_in_the_runtime_ends_the_job() -> None:
     d = Driver()
     d.start()
-    error = TaskError("StorageFull", "no room")
-    assert one(d.step(Fatal(0.0, error)), Fail).error == error
+    error = TaskError(kind="StorageFull", message="no room")
+    assert one(d.step(Fatal(now=0.0, error=error)), Fail).error == error
 
 
 def test_an_error_while_flushing_ends_the_job() -> None:
     d = Driver(epochs_in_flight=1)
     d.start()
     d.whole_epoch(1)
-    d.step(StopRequested(0.0))
-    d.step(NothingNew(0.0, Epoch(2)))
-    report = TaskReport(COUNT, 1, 1, 0, error=TaskError("StorageFull", "no room"))
-    assert one(d.step(Flushed(0.0, Epoch(1), Attempt(1), (report,))), Fail).error.kind == "StorageFull"
+    d.step(StopRequested(now=0.0))
+    d.step(NothingNew(now=0.0, epoch=Epoch(2)))
+    report = TaskReport(
+        stage=COUNT, epoch=1, attempt=1, index=0, error=TaskError(kind="StorageFull", message="no room")
+    )
+    assert (
+        one(d.step(Flushed(now=0.0, epoch=Epoch(1), attempt=Attempt(1), reports=(report,))), Fail).error.kind
+        == "StorageFull"
+    )
 
 
 def test_recoveries_without_progress_come_to_an_end() -> None:
@@ -713,7 +776,7 @@ def test_progress_gives_new_credit() -> None:
                 d.done(again, stage, attempt)
             d.published(again, attempt)
     assert d.controller.phase == "running"
-    assert d.controller.published == 2 * RECOVERIES_MAX - 1
+    assert d.controller.epochs.published == 2 * RECOVERIES_MAX - 1
 
 
 def test_publishing_the_same_epochs_again_is_no_progress() -> None:
@@ -721,8 +784,8 @@ def test_publishing_the_same_epochs_again_is_no_progress() -> None:
     d = Driver(epochs_in_flight=1)
     d.start()
     d.whole_epoch(1)
-    d.step(StopRequested(0.0))
-    d.step(NothingNew(0.0, Epoch(2)))
+    d.step(StopRequested(now=0.0))
+    d.step(NothingNew(now=0.0, epoch=Epoch(2)))
     for attempt in range(1, RECOVERIES_MAX + 1):
         d.flushed(1, attempt, missing=True)
         for stage in (IN, COUNT):
@@ -740,7 +803,7 @@ def stopped_at(epoch: int, **settings: Any) -> tuple[Driver, Manifest]:
     for e in range(1, epoch + 1):
         d.whole_epoch(e, sealed=e, time_max={WIN: 100 * e})
         d.written(e)
-    return d, d.controller.manifest
+    return d, d.controller.checkpoints.manifest
 
 
 def test_a_restart_goes_on_after_the_checkpoint_with_a_new_attempt() -> None:
@@ -749,8 +812,8 @@ def test_a_restart_goes_on_after_the_checkpoint_with_a_new_attempt() -> None:
     d = Driver(epochs_in_flight=1)
     plan = one(d.start(manifest), PlanEpoch)
     assert (plan.epoch, plan.offsets) == (3, {IN: {"row": 200}})
-    assert d.controller.attempt == before.controller.attempt + 1
-    assert d.controller.published == d.controller.committed == 2
+    assert d.controller.attempts.current == before.controller.attempts.current + 1
+    assert d.controller.epochs.published == d.controller.checkpoints.committed == 2
     d.plan(3)
     assert one(d.log(3, 2), RunStage).checkpoint == 2
 
@@ -787,7 +850,7 @@ def test_a_restart_after_the_end_ends_at_once() -> None:
     d = Driver(epochs_in_flight=1)
     d.start()
     d.whole_epoch(1)
-    d.step(NothingNew(0.0, Epoch(2), exhausted=True))
+    d.step(NothingNew(now=0.0, epoch=Epoch(2), exhausted=True))
     d.log(2)
     for stage in (IN, COUNT, WIN):
         d.done(2, stage)
@@ -795,7 +858,7 @@ def test_a_restart_after_the_end_ends_at_once() -> None:
     d.flushed(2)
     d.written(2)
     again = Driver()
-    assert brief(again.start(d.controller.manifest)) == [("Finish", "complete")]
+    assert brief(again.start(d.controller.checkpoints.manifest)) == [("Finish", "complete")]
 
 
 def test_log_entries_with_a_gap_are_not_run() -> None:
@@ -838,8 +901,10 @@ def test_a_join_has_a_watermark_for_each_input_and_goes_by_the_least() -> None:
         d.plan(epoch)
         d.log(epoch)
         d.done(epoch, IN, time_max={JOIN: left})
-        reports = tuple(TaskReport(OTHER, epoch, 1, i, time_max={"join#1": right + i}) for i in range(2))
-        commands = d.step(StageDone(0.0, Epoch(epoch), OTHER, Attempt(1), reports))
+        reports = tuple(
+            TaskReport(stage=OTHER, epoch=epoch, attempt=1, index=i, time_max={"join#1": right + i}) for i in range(2)
+        )
+        commands = d.step(StageDone(now=0.0, epoch=Epoch(epoch), stage=OTHER, attempt=Attempt(1), reports=reports))
         d.done(epoch, JOIN)
         d.published(epoch)
         return one(commands, RunStage)
@@ -872,7 +937,7 @@ def test_a_stage_by_the_clock_follows_the_log_and_the_clock_never_goes_back() ->
     )
     marks = []
     for epoch, clock_ms in ((1, 5_000), (2, 7_000), (3, 6_000)):
-        d.step(EpochPlanned(0.0, Epoch(epoch), {IN: span(epoch, ())}, (), clock_ms))
+        d.step(EpochPlanned(now=0.0, epoch=Epoch(epoch), ranges={IN: span(epoch, ())}, exhausted=(), clock_ms=clock_ms))
         d.log(epoch)
         run = one(d.done(epoch, IN), RunStage)
         marks.append((run.watermark_before, run.watermark, run.clock_ms))

@@ -38,9 +38,9 @@ def test_without_a_remedy_the_message_stands_alone() -> None:
 
 
 def test_an_unknown_kind_becomes_an_engine_error() -> None:
-    from penstock.control.events import TaskError
+    from penstock.control.records import TaskError
 
-    assert type(raised(TaskError("FromTheFuture", "x"))) is errors.EngineError
+    assert type(raised(TaskError(kind="FromTheFuture", message="x"))) is errors.EngineError
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:

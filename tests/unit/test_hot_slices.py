@@ -15,10 +15,16 @@ import pytest
 import penstock as ps
 from penstock.config import Config
 from penstock.connectors.sinks import MemorySink
-from penstock.control.events import HotSlices, MoveRequested, RebalanceRequested, RescaleRequested, TaskReport
+from penstock.control.events import (
+    HotSlices,
+    MoveRequested,
+    RebalanceRequested,
+    RescaleRequested,
+)
 from penstock.control.load import FLOOR, LOAD_EPOCHS, ROWS_MIN, SliceLoad, shares
 from penstock.control.policies import Decision, Move, Observation
 from penstock.control.policies import Ring as RingPolicy
+from penstock.control.records import TaskReport
 from penstock.engines import runtime as runtime_module
 from penstock.engines.hot import KEYS_MAX, SAMPLE_ROWS, hottest_keys, rows_by_slice
 from penstock.engines.job import start
@@ -74,7 +80,7 @@ def test_the_hottest_keys_of_a_slice_by_rows() -> None:
 
 
 def reports(*loads: dict[int, int], stage: str = COUNT) -> list[TaskReport]:
-    return [TaskReport(stage, 4, 1, i, load=load) for i, load in enumerate(loads)]
+    return [TaskReport(stage=stage, epoch=4, attempt=1, index=i, load=load) for i, load in enumerate(loads)]
 
 
 def test_load_is_rows_a_second_and_smooth() -> None:
@@ -108,7 +114,7 @@ def test_the_time_of_a_container_is_shared_out_by_rows() -> None:
 
 def loaded(d: Fleet, rates: list[int]) -> None:
     for at in (1.0, 2.0):
-        d.controller.load.note(COUNT, reports(dict(enumerate(rates))), d.now + at)
+        d.controller.balance.load.note(COUNT, reports(dict(enumerate(rates))), d.now + at)
 
 
 @pytest.mark.parametrize(("schedule", "alone"), [("load", True), ("round_robin", False)])
@@ -116,18 +122,18 @@ def test_slices_are_spread_by_load_not_by_number(schedule: str, alone: bool) -> 
     d = fleet("a", "b", schedule=schedule)
     rates = [9000, 1000, 1000, 1000, 1000, 1000, 1000, 1000]
     loaded(d, rates)
-    d.step(RebalanceRequested(d.now))
+    d.step(RebalanceRequested(now=d.now))
     d.epoch()
-    d.until(lambda: not d.controller.migration)
-    owners = d.controller.routing.owners[COUNT]
+    d.until(lambda: not d.controller.moves)
+    owners = d.controller.routes.table.owners[COUNT]
     sums = Counter({c: sum(r for r, o in zip(rates, owners, strict=True) if o == c) for c in set(owners)})
     assert (max(sums.values()) <= 9000) == alone
-    assert Counter(d.controller.routing.owners[WIN]) == {0: 4, 1: 4}, "nothing was measured of the other stage"
+    assert Counter(d.controller.routes.table.owners[WIN]) == {0: 4, 1: 4}, "nothing was measured of the other stage"
 
 
 def test_owners_of_hot_slices_are_asked_for_their_keys_now_and_then() -> None:
     d = fleet("a", "b")
-    d.step(HotSlices(d.now, {COUNT: (3,)}))
+    d.step(HotSlices(now=d.now, slices={COUNT: (3,)}))
     for _ in range(2 * LOAD_EPOCHS):
         d.epoch()
     asked = {e: run.hot for (e, stage), run in d.runs.items() if stage == COUNT}
@@ -135,10 +141,10 @@ def test_owners_of_hot_slices_are_asked_for_their_keys_now_and_then() -> None:
         asked.values()
     )
     assert not any(run.hot for (_, stage), run in d.runs.items() if stage in (IN, WIN))
-    d.step(HotSlices(d.now, {}))
+    d.step(HotSlices(now=d.now, slices={}))
     for _ in range(LOAD_EPOCHS):
         assert not d.runs[d.epoch(), COUNT].hot
-    event = HotSlices(1.0, {COUNT: (3, 5)})
+    event = HotSlices(now=1.0, slices={COUNT: (3, 5)})
     assert from_json(to_json(event)) == event
 
 
@@ -212,24 +218,24 @@ def half(*slices: int, source: int, target: int, instances: int) -> Decision:
 
 def test_a_new_container_takes_half_an_arc_and_no_other_slice_moves() -> None:
     d = fleet("a", "b")
-    assert d.controller.routing.owners[COUNT] == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert d.controller.routes.table.owners[COUNT] == (0, 0, 0, 0, 1, 1, 1, 1)
     (asked,) = considered(d, half(2, 3, source=0, target=2, instances=3))
-    assert asked == RescaleRequested(d.now, COUNT, 3, {2: 2, 3: 2})
+    assert asked == RescaleRequested(now=d.now, stage=COUNT, instances=3, targets={2: 2, 3: 2})
     d.step(asked)
     d.epoch()
-    d.until(lambda: not d.controller.migration and not d.controller.targets)
-    assert d.controller.routing.owners[COUNT] == (0, 0, 2, 2, 1, 1, 1, 1)
+    d.until(lambda: not d.controller.moves and not d.controller.balance.waiting)
+    assert d.controller.routes.table.owners[COUNT] == (0, 0, 2, 2, 1, 1, 1, 1)
 
 
 def test_the_neighbour_takes_a_whole_arc_and_the_last_container_goes() -> None:
     d = fleet("a", "b", "c", "d")
     (asked,) = considered(d, half(6, 7, source=3, target=0, instances=3))
-    assert asked == RescaleRequested(d.now, COUNT, 3, {6: 0, 7: 0})
+    assert asked == RescaleRequested(now=d.now, stage=COUNT, instances=3, targets={6: 0, 7: 0})
     d.step(asked)
     d.epoch()
-    d.until(lambda: not d.controller.migration and not d.controller.resizes)
-    assert d.controller.routing.owners[COUNT] == (0, 0, 1, 1, 2, 2, 0, 0)
-    assert d.controller.routing.instances[COUNT] == 3
+    d.until(lambda: not d.controller.moves and not d.controller.resizes.wanted)
+    assert d.controller.routes.table.owners[COUNT] == (0, 0, 1, 1, 2, 2, 0, 0)
+    assert d.controller.routes.table.instances[COUNT] == 3
     (asked,) = considered(d, half(2, 3, source=1, target=2, instances=2))
     assert isinstance(asked, MoveRequested) and asked.targets == {2: 2, 3: 2}, "one in the middle stays, vacant"
 
@@ -254,7 +260,13 @@ def hot_metrics(share: float, busy_ms: float = 1000.0) -> tuple[Metrics, Any]:
     )
     for epoch in range(1, 11):
         m.stage_done(
-            "count", epoch, [TaskReport("count", epoch, 1, c, busy_ms=ms) for c, ms in ((0, 50.0), (1, busy_ms))], epoch
+            "count",
+            epoch,
+            [
+                TaskReport(stage="count", epoch=epoch, attempt=1, index=c, busy_ms=ms)
+                for c, ms in ((0, 50.0), (1, busy_ms))
+            ],
+            epoch,
         )
     return m, controller
 
@@ -263,7 +275,12 @@ def test_a_slice_too_hot_for_one_container_is_reported_with_its_keys() -> None:
     m, controller = hot_metrics(0.9)
     assert m.find_hot(controller, 10.5) == {COUNT: (3,)}
     assert [(h["slice"], h["container"], h["keys"]) for h in m.hot] == [(3, 1, [])] and not m.notices
-    m.stage_done("count", 12, [TaskReport("count", 12, 1, 1, busy_ms=1000.0, keys={3: [("the", 0.7), ("a", 0.1)]})], 11)
+    m.stage_done(
+        "count",
+        12,
+        [TaskReport(stage="count", epoch=12, attempt=1, index=1, busy_ms=1000.0, keys={3: [("the", 0.7), ("a", 0.1)]})],
+        11,
+    )
     m.find_hot(controller, 11.0)
     status = m.status(controller, 11.0)
     assert status.hot[0]["keys"] == [["the", 0.7], ["a", 0.1]] and status.hot[0]["share"] > 0.8
@@ -287,9 +304,9 @@ def test_a_slice_that_cools_down_is_forgotten_but_not_at_once() -> None:
     m.hot_keys["count", 3] = [["the", 0.7]]
     cooler, other = hot_metrics(0.55)
     assert cooler.find_hot(other, 10.5) == {}, "it would not have been found like this"
-    controller.load = other.load
+    controller.balance.load = other.load
     assert m.find_hot(controller, 10.5) == {COUNT: (3,)}
-    controller.load = SimpleNamespace(of=lambda stage, slices: [10.0, 10.0, 60.0, 40.0])
+    controller.balance.load = SimpleNamespace(of=lambda stage, slices: [10.0, 10.0, 60.0, 40.0])
     assert m.find_hot(controller, 10.5) == {} and not m.hot_keys
 
 
@@ -326,6 +343,6 @@ def test_a_job_finds_its_hot_key(monkeypatch: pytest.MonkeyPatch) -> None:
     number = int(slice_of(hash_columns(pl.DataFrame({"word": ["hot"]}), ["word"]), 8)[0])
     last = [h for h in found if h["slice"] == number][-1]
     assert last["stage"] == "each" and last["keys"][0][0] == "hot" and last["keys"][0][1] > 0.7
-    rates = job._runtime.controller.load.of("each", 8)  # type: ignore[union-attr]
+    rates = job._runtime.controller.balance.load.of("each", 8)  # type: ignore[union-attr]
     assert rates is not None and rates[number] == max(rates) and rates[number] > 0.7 * sum(rates)
     assert any("slice" in notice and "'hot'" in notice for notice in job.notices)

@@ -24,7 +24,6 @@ import penstock as ps
 from penstock import cli, testing
 from penstock.control import events
 from penstock.control.controller import Controller
-from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
     Command,
@@ -36,7 +35,6 @@ from penstock.control.events import (
     Fatal,
     LogEpoch,
     ManifestWritten,
-    NodeInfo,
     NodesChanged,
     PublishEpoch,
     RunStage,
@@ -46,13 +44,13 @@ from penstock.control.events import (
     StopRequested,
     StoreChanged,
     Stuck,
-    TaskError,
-    TaskReport,
     Tell,
     Tick,
 )
 from penstock.control.pacing import Pacer
+from penstock.control.records import NodeInfo, TaskError, TaskReport
 from penstock.control.routing import RoutingTable
+from penstock.control.settings import Settings
 from penstock.control.topology import StageInfo, Topology
 from penstock.engines.job import Job, start
 from penstock.ids import Attempt, Epoch, StageId
@@ -142,7 +140,7 @@ VALUES = st.recursive(
         st.dictionaries(KEYS, inner, max_size=3),
         st.dictionaries(st.sampled_from(["()", "{}", "set", "bytes", "left out", "!", "enum"]), inner, max_size=2),
         st.builds(deque, st.lists(inner, max_size=2)),
-        st.builds(lambda x: StageFailed(1.5, Epoch(1), COUNT, Attempt(1), x), inner),
+        st.builds(lambda x: StageFailed(now=1.5, epoch=Epoch(1), stage=COUNT, attempt=Attempt(1), reason=x), inner),
     ),
     max_leaves=8,
 )
@@ -175,8 +173,12 @@ def test_what_is_not_known_is_kept_as_it_is() -> None:
 
 
 def test_payloads_are_left_out() -> None:
-    report = TaskReport("count", 1, 1, 0, tables={"out": b"x" * 5000}, parts={"files": {"name": "a"}})
-    publish = PublishEpoch(Epoch(1), Attempt(1), {"files": [{"name": "a"}]}, {"out": [b"x" * 5000]})
+    report = TaskReport(
+        stage="count", epoch=1, attempt=1, index=0, tables={"out": b"x" * 5000}, parts={"files": {"name": "a"}}
+    )
+    publish = PublishEpoch(
+        epoch=Epoch(1), attempt=Attempt(1), parts={"files": [{"name": "a"}]}, tables={"out": [b"x" * 5000]}
+    )
     assert len(json.dumps(to_json(report))) < 200 and len(json.dumps(to_json(publish))) < 200
     assert there_and_back(report).tables == {"out": LeftOut(5000)}
     assert there_and_back(publish).tables == {"out": [LeftOut(5000)]}
@@ -187,9 +189,11 @@ def test_a_settled_copy_does_not_change_with_the_original() -> None:
     controller = make_controller()
     copy = settled(vars(controller))
     before = to_json(copy["log"]), to_json(copy["offsets"])
-    controller.step(Started(0.0))
-    controller.step(EpochPlanned(0.1, Epoch(1), {"in": {"start": 0, "end": 5, "rows": 5, "facts": []}}))
-    assert controller.log and controller.offsets
+    controller.step(Started(now=0.0))
+    controller.step(
+        EpochPlanned(now=0.1, epoch=Epoch(1), ranges={"in": {"start": 0, "end": 5, "rows": 5, "facts": []}})
+    )
+    assert controller.inputs.log and controller.inputs.offsets
     assert (to_json(copy["log"]), to_json(copy["offsets"])) == before
 
 
@@ -211,25 +215,32 @@ def answers(commands: Sequence[Command], now: float) -> Iterator[Event]:
         match command:
             case events.PlanEpoch():
                 ranges = {"in": {"start": now, "end": now + 1, "rows": 10, "facts": []}}
-                yield EpochPlanned(now, command.epoch, ranges, (), int(now))
+                yield EpochPlanned(now=now, epoch=command.epoch, ranges=ranges, exhausted=(), clock_ms=int(now))
             case LogEpoch():
-                yield EpochLogged(now, command.epoch, command.attempt)
+                yield EpochLogged(now=now, epoch=command.epoch, attempt=command.attempt)
             case RunStage():
                 report = TaskReport(
-                    command.stage, command.epoch, command.attempt, 0, rows_in=10, tables={"out": b"rows"}
+                    stage=command.stage,
+                    epoch=command.epoch,
+                    attempt=command.attempt,
+                    index=0,
+                    rows_in=10,
+                    tables={"out": b"rows"},
                 )
-                yield StageDone(now, command.epoch, command.stage, command.attempt, (report,))
+                yield StageDone(
+                    now=now, epoch=command.epoch, stage=command.stage, attempt=command.attempt, reports=(report,)
+                )
             case PublishEpoch():
-                yield EpochPublished(now, command.epoch, command.attempt)
+                yield EpochPublished(now=now, epoch=command.epoch, attempt=command.attempt)
 
 
 def play(journal: Journal, steps: int, start: int = 1) -> Controller:
     """A job of so many steps, on record."""
     controller = make_controller()
     journal.begin(controller, start=start, facts={"flow": "counting"})
-    waiting: deque[Event] = deque([Started(0.0, None, (), start * 1000)])
+    waiting: deque[Event] = deque([Started(now=0.0, restored=None, logged=(), attempt=start * 1000)])
     for number in range(steps):
-        event = waiting.popleft() if waiting else Tick(number * 0.1)
+        event = waiting.popleft() if waiting else Tick(now=number * 0.1)
         commands = controller.step(event)
         journal.record(event, commands)
         waiting.extend(answers(commands, number * 0.1))
@@ -271,18 +282,18 @@ def test_idle_steps_are_not_recorded_but_what_they_changed_is() -> None:
     journal = Journal(None, 64)
     controller = make_controller()
     journal.begin(controller, start=1)
-    journal.record(Tick(1.0), [])
-    controller.last_plan = 2.0
-    journal.record(Tick(2.0), [events.PlanEpoch(Epoch(1), {}, 5)])
+    journal.record(Tick(now=1.0), [])
+    controller.epochs.last_plan = 2.0
+    journal.record(Tick(now=2.0), [events.PlanEpoch(Epoch(1), {}, 5)])
     journal.record(events.NothingNew(2.1, Epoch(1)), [])
     assert len(journal.history()) == 0
-    journal.record(StopRequested(2.2), [])
-    controller.idle_since = 2.3  # the first time that there is nothing new
+    journal.record(StopRequested(now=2.2), [])
+    controller.epochs.idle_since = 2.3  # the first time that there is nothing new
     journal.record(events.NothingNew(2.3, Epoch(1)), [])
-    journal.record(Tick(2.4), [events.PlanEpoch(Epoch(1), {}, 5, True)])  # an epoch will begin
-    controller.migration.moves[COUNT, 1] = None  # type: ignore[assignment]
-    journal.record(Tick(3.0), [])
-    journal.record(Tick(3.5), [])
+    journal.record(Tick(now=2.4), [events.PlanEpoch(Epoch(1), {}, 5, True)])  # an epoch will begin
+    controller.moves.by_slice[COUNT, 1] = None  # type: ignore[assignment]
+    journal.record(Tick(now=3.0), [])
+    journal.record(Tick(now=3.5), [])
     found = list(journal.history())
     assert [record.event.now for record in found] == [2.2, 2.3, 2.4, 3.0]
     assert [record.raw.get("set") for record in found] == [{"last_plan": 2.0}, None, None, None]
@@ -293,9 +304,9 @@ def test_an_idle_job_replays_and_takes_little_room() -> None:
     journal = Journal(None, 64)
     controller = make_controller()
     journal.begin(controller, start=1)
-    waiting: deque[Event] = deque([Started(0.0)])
+    waiting: deque[Event] = deque([Started(now=0.0)])
     for number in range(6_000):
-        event = waiting.popleft() if waiting else Tick(number * 0.01)
+        event = waiting.popleft() if waiting else Tick(now=number * 0.01)
         commands = controller.step(event)
         journal.record(event, commands)
         for command in commands:
@@ -413,7 +424,7 @@ def test_a_store_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> 
     journal.begin(controller, start=1)
     assert entered.wait(10)
     for number in range(100):
-        journal.record(StopRequested(float(number)), [])
+        journal.record(StopRequested(now=float(number)), [])
     journal.close()
     assert journal.lost == 80
     released.set()
@@ -427,8 +438,8 @@ def test_what_cannot_be_encoded_is_counted_and_harms_nobody(small: None) -> None
     journal = in_store(store)
     controller = make_controller()
     journal.begin(controller, start=1)
-    journal.record(StageFailed(1.0, Epoch(1), COUNT, Attempt(1), threading.Lock()), [])  # type: ignore[arg-type]
-    journal.record(StopRequested(2.0), [])
+    journal.record(StageFailed(now=1.0, epoch=Epoch(1), stage=COUNT, attempt=Attempt(1), reason=threading.Lock()), [])  # type: ignore[arg-type]
+    journal.record(StopRequested(now=2.0), [])
     journal.close()
     assert journal.lost == 1
     assert [record.step for record in read_history(store)] == [2]
@@ -528,7 +539,7 @@ RANGES = {"in": {"start": 0, "end": 1, "rows": 1_000, "facts": []}}
 
 
 def cut(epoch: int, attempt: int = 3000) -> tuple[Event, ...]:
-    return (EpochPlanned(epoch * 1.0, Epoch(epoch), RANGES),)
+    return (EpochPlanned(now=epoch * 1.0, epoch=Epoch(epoch), ranges=RANGES),)
 
 
 def record(step: int, event: Any, *commands: Command) -> Record:
@@ -536,7 +547,9 @@ def record(step: int, event: Any, *commands: Command) -> Record:
 
 
 def logged(epoch: int) -> LogEpoch:
-    return LogEpoch(Epoch(epoch), Attempt(3000), {"epoch": epoch, "ranges": RANGES, "routing": None})
+    return LogEpoch(
+        epoch=Epoch(epoch), attempt=Attempt(3000), record={"epoch": epoch, "ranges": RANGES, "routing": None}
+    )
 
 
 def nodes(*names: str) -> tuple[NodeInfo, ...]:
@@ -547,34 +560,37 @@ def incident_history() -> History:
     a0, a1 = Attempt(3000), Attempt(3001)
     restored = Manifest("job", "flow", {}, 117)
     steps: list[tuple[Any, ...]] = [
-        (Started(0.0, restored, (), 3000, nodes("1", "2", "3")),),
-        *((EpochPublished(0.5 + e / 1000, Epoch(e), a0),) for e in (118,)),
-        (ManifestWritten(0.6, Epoch(118), a0),),
-        (EpochPlanned(0.7, Epoch(119), RANGES), logged(119)),
-        (EpochPlanned(0.8, Epoch(120), RANGES), logged(120)),
-        (EpochPublished(0.9, Epoch(119), a0),),
+        (Started(now=0.0, restored=restored, logged=(), attempt=3000, nodes=nodes("1", "2", "3")),),
+        *((EpochPublished(now=0.5 + e / 1000, epoch=Epoch(e), attempt=a0),) for e in (118,)),
+        (ManifestWritten(now=0.6, epoch=Epoch(118), attempt=a0),),
+        (EpochPlanned(now=0.7, epoch=Epoch(119), ranges=RANGES), logged(119)),
+        (EpochPlanned(now=0.8, epoch=Epoch(120), ranges=RANGES), logged(120)),
+        (EpochPublished(now=0.9, epoch=Epoch(119), attempt=a0),),
         (
-            NodesChanged(1.0, nodes("1", "2"), "executor exited"),
-            CancelAll(a1, cause="failure: lost 3"),
-            Tell("16 slices of 'count' go to containers 0, 1: 14 from backups, 2 from the durable checkpoint"),
+            NodesChanged(now=1.0, nodes=nodes("1", "2"), reason="executor exited"),
+            CancelAll(attempt=a1, cause="failure: lost 3"),
+            Tell(text="16 slices of 'count' go to containers 0, 1: 14 from backups, 2 from the durable checkpoint"),
         ),
-        (StageFailed(1.1, Epoch(120), COUNT, a0, "cancelled"),),
+        (StageFailed(now=1.1, epoch=Epoch(120), stage=COUNT, attempt=a0, reason="cancelled"),),
         (
             StageDone(
-                1.3,
-                Epoch(119),
-                COUNT,
-                a1,
-                tuple(TaskReport("count", 119, a1, i, rebuilt={"backup": 7, "durable": 1}) for i in range(2)),
+                now=1.3,
+                epoch=Epoch(119),
+                stage=COUNT,
+                attempt=a1,
+                reports=tuple(
+                    TaskReport(stage="count", epoch=119, attempt=a1, index=i, rebuilt={"backup": 7, "durable": 1})
+                    for i in range(2)
+                ),
             ),
         ),
-        (EpochPublished(1.4, Epoch(119), a1),),
-        (EpochPublished(1.84, Epoch(120), a1),),
-        (EpochPublished(2.0, Epoch(121), a1),),
-        (EpochPublished(2.1, Epoch(122), a1),),
-        (ManifestWritten(2.2, Epoch(122), a1),),
-        (EpochPublished(2.3, Epoch(123), a1),),
-        (StopRequested(3.0), events.Finish("stopped")),
+        (EpochPublished(now=1.4, epoch=Epoch(119), attempt=a1),),
+        (EpochPublished(now=1.84, epoch=Epoch(120), attempt=a1),),
+        (EpochPublished(now=2.0, epoch=Epoch(121), attempt=a1),),
+        (EpochPublished(now=2.1, epoch=Epoch(122), attempt=a1),),
+        (ManifestWritten(now=2.2, epoch=Epoch(122), attempt=a1),),
+        (EpochPublished(now=2.3, epoch=Epoch(123), attempt=a1),),
+        (StopRequested(now=3.0), events.Finish("stopped")),
     ]
     run = Run(3, {"flow": "words"}, [record(n, *step) for n, step in enumerate(steps, 1)])
     return History([run])
@@ -624,20 +640,30 @@ def test_epochs_and_what_happened_between() -> None:
     ("event", "commands", "expected"),
     [
         (
-            Stuck(1.0, COUNT, Epoch(4), Attempt(3000), (2,), 31.04),
+            Stuck(now=1.0, stage=COUNT, epoch=Epoch(4), attempt=Attempt(3000), containers=(2,), seconds=31.04),
             (),
             ["container 2 of 'count' has made no progress for 31.0 s (epoch 4)"],
         ),
-        (StoreChanged(1.0, True), (), ["the checkpoint store does not answer"]),
-        (StageFailed(1.0, Epoch(4), COUNT, Attempt(3000), "a\n  b"), (), ["'count' in epoch 4 failed: a b"]),
+        (StoreChanged(now=1.0, away=True), (), ["the checkpoint store does not answer"]),
         (
-            StageDone(1.0, Epoch(4), COUNT, Attempt(3000), (TaskReport("count", 4, 3000, 1, missing=True),)),
+            StageFailed(now=1.0, epoch=Epoch(4), stage=COUNT, attempt=Attempt(3000), reason="a\n  b"),
+            (),
+            ["'count' in epoch 4 failed: a b"],
+        ),
+        (
+            StageDone(
+                now=1.0,
+                epoch=Epoch(4),
+                stage=COUNT,
+                attempt=Attempt(3000),
+                reports=(TaskReport(stage="count", epoch=4, attempt=3000, index=1, missing=True),),
+            ),
             (),
             ["container 1 of 'count' in epoch 4 had lost its state"],
         ),
         (
-            Fatal(1.0, TaskError("SinkError", "no room")),
-            (CancelAll(Attempt(3001)), Fail(TaskError("SinkError", "no room"))),
+            Fatal(now=1.0, error=TaskError(kind="SinkError", message="no room")),
+            (CancelAll(attempt=Attempt(3001)), Fail(error=TaskError(kind="SinkError", message="no room"))),
             ["error: no room", "→ the job fails: no room"],
         ),
         (
@@ -652,11 +678,11 @@ def test_epochs_and_what_happened_between() -> None:
         ),
         (
             events.Flushed(1.0, Epoch(4), Attempt(3000), ()),
-            (CancelAll(Attempt(3001), cause="failure: a delta was lost"),),
+            (CancelAll(attempt=Attempt(3001), cause="failure: a delta was lost"),),
             ["a delta was lost", "→ recovery 1: attempt 3001 from the beginning"],
         ),
         (Unknown("Omen", {"now": 1.0, "of": "rain", "size": 3}), (), ["Omen: of rain, size 3"]),
-        (Tick(1.0), (), []),
+        (Tick(now=1.0), (), []),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, Event) else None,
 )
@@ -668,12 +694,12 @@ def test_words(event: Any, commands: tuple[Command, ...], expected: list[str]) -
 def test_the_store_is_away_until_it_is_back() -> None:
     """An epoch that was logged before may still be published meanwhile: that does not end the incident."""
     steps = [
-        StoreChanged(1.0, True),
-        EpochPublished(1.5, Epoch(1), Attempt(3000)),
-        StoreChanged(4.0, False),
-        EpochPublished(4.25, Epoch(2), Attempt(3000)),
-        EpochPublished(4.5, Epoch(3), Attempt(3000)),
-        StageFailed(5.0, Epoch(4), COUNT, Attempt(3000), "gone"),
+        StoreChanged(now=1.0, away=True),
+        EpochPublished(now=1.5, epoch=Epoch(1), attempt=Attempt(3000)),
+        StoreChanged(now=4.0, away=False),
+        EpochPublished(now=4.25, epoch=Epoch(2), attempt=Attempt(3000)),
+        EpochPublished(now=4.5, epoch=Epoch(3), attempt=Attempt(3000)),
+        StageFailed(now=5.0, epoch=Epoch(4), stage=COUNT, attempt=Attempt(3000), reason="gone"),
     ]
     lines = tell(History([Run(3, {}, [record(n, event) for n, event in enumerate(steps, 1)])]))
     assert [line.incident for line in lines] == [1, 1, 1, 1, None, 2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.control.events import TaskReport
+from penstock.control.records import TaskReport
 from penstock.observe.metrics import WINDOW_S, Metrics
 
 
@@ -25,10 +25,10 @@ def controller(**routing: int) -> Any:
 
 def report(index: int, rows_in: int, rows_out: int, busy_ms: float) -> TaskReport:
     return TaskReport(
-        "counts",
-        1,
-        1,
-        index,
+        stage="counts",
+        epoch=1,
+        attempt=1,
+        index=index,
         rows_in=rows_in,
         rows_out=rows_out,
         busy_ms=busy_ms,

@@ -13,8 +13,13 @@ import pytest
 import penstock as ps
 from penstock import testing
 from penstock.control.epochs import Baseline
-from penstock.control.events import LeaveRequested, NodeInfo, NodesChanged, RescaleRequested
+from penstock.control.events import (
+    LeaveRequested,
+    NodesChanged,
+    RescaleRequested,
+)
 from penstock.control.policies import Decision, Observation, nothing
+from penstock.control.records import NodeInfo
 from penstock.engines import runtime as runtime_module
 from penstock.engines.job import Job, start
 from penstock.errors import BadRecordError, ConfigError, FlowError, SinkError, SourceError, UserCodeError
@@ -400,7 +405,7 @@ def test_a_policy_asks_the_cluster_for_nodes(endless: Callable[..., Job], taken:
         until(job, lambda: len(policy.seen) > shown + 5)
         assert asked == [1], "what was asked for, or refused, is not asked for again"
         controller = job._runtime.controller
-        assert controller is not None and controller.invited == int(taken)
+        assert controller is not None and controller.fleet.invited == int(taken)
     assert any("policy own: add 1 node: 1 is not enough" in notice for notice in job.notices)
     assert sum("did not take a policy's request" in notice for notice in job.notices) == int(not taken)
 
@@ -420,10 +425,10 @@ def test_a_policy_gives_nodes_back(endless: Callable[..., Job], which: tuple[str
     with endless(policy, nodes_max=3) as job:
         runtime = job._runtime
         until(job, lambda: policy.seen)
-        runtime.post(NodesChanged(runtime.clock(), tuple(NodeInfo(n, cores=1) for n in "abc")))
+        runtime.post(NodesChanged(now=runtime.clock(), nodes=tuple(NodeInfo(n, cores=1) for n in "abc")))
         until(job, lambda: policy.seen[-1].staying == ("a", "b", "c"))
         assert runtime.controller is not None
-        assert runtime.controller.routing.homes == {0: "a"}
+        assert runtime.controller.routes.table.homes == {0: "a"}
         policy.decision = Decision("scale_in", "1 has nothing to do", nodes=1, which=which)
         until(job, lambda: len(policy.seen[-1].staying) < 3)
     (first, *_) = [record.event for record in job.journal() if isinstance(record.event, LeaveRequested)]

@@ -21,7 +21,9 @@ from penstock.connectors.base import Offset, ReadResult, Source, SourceContext
 from penstock.connectors.push import PushSource
 from penstock.connectors.push_http import HttpSource
 from penstock.connectors.spool import Batch, Spool, SpoolClosed, SpoolFull, cut
-from penstock.control.events import WriteManifest
+from penstock.control.events import (
+    WriteManifest,
+)
 from penstock.engines.job import Job, start
 from penstock.engines.runtime import Runtime
 from penstock.errors import CheckpointInUse, CorruptData, FlowError, SourceError

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.control.events import NodeInfo, NodesChanged
+from penstock.control.events import (
+    NodesChanged,
+)
+from penstock.control.records import NodeInfo
 from penstock.engines.spark import engine as module
 from penstock.engines.spark.admission import ALL, EVERY_S, HOLD_S_MAX, Admission, has_master
 from penstock.engines.spark.engine import DRIVER, SparkEngine

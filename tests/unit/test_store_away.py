@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.control.events import LogEpoch, PlanEpoch, PublishEpoch, ReleaseEpoch, RunStage, StoreChanged
+from penstock.control.events import (
+    LogEpoch,
+    PlanEpoch,
+    PublishEpoch,
+    ReleaseEpoch,
+    RunStage,
+    StoreChanged,
+)
 from penstock.ids import Epoch
 from tests.unit.test_controller import COUNT, IN, WIN, Driver
 
@@ -21,7 +28,7 @@ def away(epochs: int, **settings: int) -> Driver:
     driver = Driver(away_epochs=epochs, **{"epochs_in_flight": 1, **settings})
     driver.start()
     driver.whole_epoch(1)
-    driver.step(StoreChanged(driver.now, True))
+    driver.step(StoreChanged(now=driver.now, away=True))
     return driver
 
 
@@ -31,8 +38,10 @@ def test_epochs_go_on_without_the_log_and_are_published_when_it_is_back() -> Non
         run_ahead(driver, epoch)
         commands = driver.done(epoch, WIN)
         assert [type(c) for c in commands] == [PlanEpoch], "the next one is planned, this one is not published"
-    assert driver.log(2)[0] == PublishEpoch(Epoch(2), driver.controller.attempt, {}, {}, cause="EpochLogged")
-    driver.step(StoreChanged(driver.now, False))
+    assert driver.log(2)[0] == PublishEpoch(
+        epoch=Epoch(2), attempt=driver.controller.attempts.current, parts={}, tables={}, cause="EpochLogged"
+    )
+    driver.step(StoreChanged(now=driver.now, away=False))
     assert driver.log(3) == [], "in order"
     commands = driver.published(2)
     assert [type(c) for c in commands] == [ReleaseEpoch, PublishEpoch] and commands[1].epoch == 3
@@ -71,7 +80,7 @@ def test_while_the_store_answers_an_epoch_waits_for_its_log() -> None:
     driver = Driver(away_epochs=5)
     driver.start()
     assert [type(c) for c in driver.plan(1)][:1] == [LogEpoch]
-    assert not driver.controller.in_flight[Epoch(1)].running
+    assert not driver.controller.epochs.in_flight[Epoch(1)].running
 
 
 def test_a_failure_meanwhile_runs_the_same_epochs_again_from_memory() -> None:
@@ -80,18 +89,18 @@ def test_a_failure_meanwhile_runs_the_same_epochs_again_from_memory() -> None:
     driver.done(2, WIN)
     driver.plan(3)
     driver.failed(3, IN)
-    record = driver.controller.log[Epoch(2)]
-    again = driver.controller.in_flight
+    record = driver.controller.inputs.log[Epoch(2)]
+    again = driver.controller.epochs.in_flight
     assert sorted(again) == [1, 2, 3] and again[Epoch(2)].record is record
     assert [again[Epoch(e)].logged for e in (1, 2, 3)] == [True, False, False]
 
 
 def test_waiting_for_the_store_does_not_shrink_epochs() -> None:
     driver = away(epochs=3)
-    before = driver.controller.pacer
+    before = driver.controller.epochs.pacer
     run_ahead(driver, 2)
     driver.done(2, WIN)
     driver.now += 1000.0
     driver.log(2)
     driver.published(2)
-    assert driver.controller.pacer == before
+    assert driver.controller.epochs.pacer == before

@@ -22,7 +22,6 @@ from penstock.control.events import (
     Flush,
     LeaveRequested,
     MoveRequested,
-    NodeInfo,
     NodesChanged,
     RebalanceRequested,
     RescaleRequested,
@@ -32,6 +31,7 @@ from penstock.control.events import (
 )
 from penstock.control.load import within_slots
 from penstock.control.placement import Peer, homes, schedule
+from penstock.control.records import NodeInfo
 from penstock.engines.job import Job, start
 from penstock.errors import ConfigError
 from penstock.observe import cluster
@@ -54,22 +54,24 @@ def house(instances: int, *, a: int = 4, b: int = 2, **settings: Any) -> Fleet:
 
 def owners(d: Fleet, stage: Any = COUNT) -> dict[int, int]:
     """container -> how many slices"""
-    return dict(sorted(Counter(d.controller.routing.owners[stage]).items()))
+    return dict(sorted(Counter(d.controller.routes.table.owners[stage]).items()))
 
 
 def on(d: Fleet, node: str) -> list[int]:
-    return sorted(c for c, home in d.controller.routing.homes.items() if home == node)
+    return sorted(c for c, home in d.controller.routes.table.homes.items() if home == node)
 
 
 def settle(d: Fleet) -> None:
     """Until nobody moves, and one epoch more."""
     d.epoch()
-    d.until(lambda: not d.controller.migration and not d.controller.resizes and not d.controller.reslot, 30)
+    d.until(
+        lambda: not d.controller.moves and not d.controller.resizes.wanted and not d.controller.balance.node_reasons, 30
+    )
     d.epoch()
 
 
 def cores(d: Fleet, node: str, n: int) -> list[Any]:
-    return d.step(CoresRequested(d.now, node, n))
+    return d.step(CoresRequested(now=d.now, node=node, cores=n))
 
 
 # -- fewer, and more -----------------------------------------------------------------------------------------------
@@ -78,42 +80,42 @@ def cores(d: Fleet, node: str, n: int) -> list[Any]:
 def test_fewer_cores_empty_containers_of_that_node_alone() -> None:
     d = house(4)
     assert (on(d, "a"), on(d, "b")) == ([0, 2, 3], [1])
-    before = d.controller.routing.owners[COUNT]
+    before = d.controller.routes.table.owners[COUNT]
     cores(d, "a", 1)
     d.until(lambda: bool(d.phases))
-    assert {m.target for m in d.controller.migration.of(COUNT)} == {0}
-    assert {m.source for m in d.controller.migration.of(COUNT)} == {2, 3}
+    assert {m.target for m in d.controller.moves.of(COUNT)} == {0}
+    assert {m.source for m in d.controller.moves.of(COUNT)} == {2, 3}
     settle(d)
     assert owners(d) == {0: 6, 1: 2} and owners(d, WIN) == {0: 6, 1: 2}
-    after = d.controller.routing.owners[COUNT]
+    after = d.controller.routes.table.owners[COUNT]
     assert [s for s, c in enumerate(before) if c == 1] == [s for s, c in enumerate(after) if c == 1]
     last = d.epoch()
     assert d.runs[last, COUNT].containers == (0, 1), "whoever is vacant does not run"
-    assert d.controller.routing.instances[COUNT] == 4, "its number is kept"
-    assert d.controller.recoveries == 0 and d.controller.cores == {"a": 1}
+    assert d.controller.routes.table.instances[COUNT] == 4, "its number is kept"
+    assert d.controller.attempts.recoveries == 0 and d.controller.fleet.cores == {"a": 1}
 
 
 def test_more_cores_get_processes_first_then_slices_of_that_node_alone() -> None:
     d = house(2)
     assert (on(d, "a"), on(d, "b")) == ([0], [1])
-    before = d.controller.routing.owners[COUNT]
+    before = d.controller.routes.table.owners[COUNT]
     d.warm = False
     warmed = [c for c in cores(d, "a", 3) if isinstance(c, WarmUp)]
     assert [(c.stage, c.containers, c.homes) for c in warmed] == [
         (s, (2, 3), {2: "a", 3: "a"}) for s in (IN, COUNT, WIN)
     ]
     waiting = d.epoch()
-    assert d.table(d.runs[waiting, COUNT]).instances[COUNT] == 2 and not d.controller.migration
+    assert d.table(d.runs[waiting, COUNT]).instances[COUNT] == 2 and not d.controller.moves
     d.warm = True
     for command in warmed:
-        d.step(WarmedUp(d.now, command.stage, command.containers))
+        d.step(WarmedUp(now=d.now, stage=command.stage, containers=command.containers))
     settle(d)
-    table = d.controller.routing
+    table = d.controller.routes.table
     assert dict(table.instances) == {IN: 4, COUNT: 4, WIN: 4}
     assert [s for s, c in enumerate(before) if c == 1] == [s for s, c in enumerate(table.owners[COUNT]) if c == 1]
     assert owners(d) == {0: 2, 1: 4, 2: 1, 3: 1} and owners(d, WIN) == owners(d)
     assert set(d.runs[d.epoch(), IN].containers) == {0, 1, 2, 3}, "a source is read on them, too"
-    assert d.controller.recoveries == 0
+    assert d.controller.attempts.recoveries == 0
 
 
 def test_down_and_up_again_takes_the_same_containers() -> None:
@@ -121,7 +123,7 @@ def test_down_and_up_again_takes_the_same_containers() -> None:
     for n in (1, 3, 2, 3):
         cores(d, "a", n)
         settle(d)
-        assert d.controller.routing.instances[COUNT] == 4
+        assert d.controller.routes.table.instances[COUNT] == 4
         assert sum(owners(d).values()) == SLICES and len([c for c in owners(d) if c in on(d, "a")]) == n
     assert max(owners(d)[c] for c in on(d, "a")) == 2
 
@@ -138,12 +140,12 @@ def test_the_same_number_again_moves_nothing() -> None:
 
 def test_a_stage_that_has_nothing_on_the_node_stays_as_it_is() -> None:
     d = house(4)
-    d.step(RescaleRequested(d.now, WIN, 1))
+    d.step(RescaleRequested(now=d.now, stage=WIN, instances=1))
     settle(d)
     assert owners(d, WIN) == {0: SLICES}
     cores(d, "b", 2)
     settle(d)
-    assert d.controller.routing.instances[WIN] == 1 and owners(d, WIN) == {0: SLICES}
+    assert d.controller.routes.table.instances[WIN] == 1 and owners(d, WIN) == {0: SLICES}
     assert owners(d) == {0: 2, 1: 1, 2: 2, 3: 2, 4: 1}
 
 
@@ -152,19 +154,19 @@ def test_no_more_containers_than_slices() -> None:
     cores(d, "a", 12)
     assert [t for t in d.said if "slices" in t], d.said
     settle(d)
-    assert d.controller.routing.instances[COUNT] == SLICES and len(owners(d)) == SLICES
+    assert d.controller.routes.table.instances[COUNT] == SLICES and len(owners(d)) == SLICES
 
 
 def test_a_stage_without_state_and_a_source_keep_to_it_at_once() -> None:
     d = stateless()
     d.nodes = [NodeInfo("a", cores=1), NodeInfo("b", cores=1)]
     d.checkpoint()
-    d.step(RescaleRequested(d.now, IN, 4))
-    d.step(RescaleRequested(d.now, d.topology.stages[2].id, 4))
+    d.step(RescaleRequested(now=d.now, stage=IN, instances=4))
+    d.step(RescaleRequested(now=d.now, stage=d.topology.stages[2].id, instances=4))
     d.epoch()
-    d.step(CoresRequested(d.now, "a", 1))
+    d.step(CoresRequested(now=d.now, node="a", cores=1))
     last = d.epoch()
-    working = tuple(within_slots(range(4), d.controller.routing.homes, {"a": 1}))
+    working = tuple(within_slots(range(4), d.controller.routes.table.homes, {"a": 1}))
     assert len(working) == 3
     assert d.runs[last, d.topology.stages[2].id].containers == working
     assert d.runs[last, IN].containers == working
@@ -178,12 +180,12 @@ def test_a_node_gets_its_share_by_its_slots() -> None:
     cores(d, "a", 1)
     settle(d)
     assert owners(d) == {0: 6, 1: 2}
-    d.step(RebalanceRequested(d.now))
+    d.step(RebalanceRequested(now=d.now))
     settle(d)
     assert owners(d) == {0: 4, 1: 4}
     cores(d, "a", 3)
     settle(d)
-    d.step(RebalanceRequested(d.now))
+    d.step(RebalanceRequested(now=d.now))
     settle(d)
     assert owners(d) == {0: 2, 1: 2, 2: 2, 3: 2}
 
@@ -193,10 +195,10 @@ def test_it_survives_a_recovery() -> None:
     cores(d, "a", 2)
     settle(d)
     number = d.begin()
-    d.failed(number, IN, d.controller.attempt)
+    d.failed(number, IN, d.controller.attempts.current)
     d.run_again()
     settle(d)
-    assert d.controller.recoveries == 1 and d.controller.cores == {"a": 2}
+    assert d.controller.attempts.recoveries == 1 and d.controller.fleet.cores == {"a": 2}
     assert set(owners(d)) == {0, 1, 2}
 
 
@@ -204,7 +206,9 @@ def test_slices_of_a_lost_node_go_to_slots_only() -> None:
     d = house(4, backups=1)
     cores(d, "a", 1)
     settle(d)
-    assert all(c in (0, 1) for held in d.controller.routing.holders[COUNT] for c in held), "nor does it keep backups"
+    assert all(c in (0, 1) for held in d.controller.routes.table.holders[COUNT] for c in held), (
+        "nor does it keep backups"
+    )
     d.begin()
     d.lose("b")
     d.run_again()
@@ -220,8 +224,10 @@ def test_no_backup_on_the_node_of_its_owner_while_containers_are_emptied() -> No
     d.epoch()
     d.epoch()
     assert d.phases
-    homes_now = d.controller.routing.homes
-    for owner, held in zip(d.controller.routing.owners[COUNT], d.controller.routing.holders[COUNT], strict=True):
+    homes_now = d.controller.routes.table.homes
+    for owner, held in zip(
+        d.controller.routes.table.owners[COUNT], d.controller.routes.table.holders[COUNT], strict=True
+    ):
         assert held and all(homes_now[c] != homes_now[owner] for c in held)
 
 
@@ -232,9 +238,9 @@ def test_a_node_that_goes_takes_its_limit_with_it() -> None:
     settle(d)
     d.lose("a")
     d.run_again()
-    assert d.controller.cores == {"b": 1}
+    assert d.controller.fleet.cores == {"b": 1}
     d.nodes.append(NodeInfo("a", cores=4))
-    d.step(NodesChanged(d.now, tuple(d.nodes)))
+    d.step(NodesChanged(now=d.now, nodes=tuple(d.nodes)))
     settle(d)
     assert {c for c in owners(d) if c in on(d, "a")} == set(on(d, "a")) and len(on(d, "a")) == 3
 
@@ -249,12 +255,12 @@ def test_a_rescale_counts_containers_that_work() -> None:
     d = house(4)
     cores(d, "a", 1)
     settle(d)
-    d.step(RescaleRequested(d.now, COUNT, 3))
+    d.step(RescaleRequested(now=d.now, stage=COUNT, instances=3))
     settle(d)
     assert len(owners(d)) == 3 and len([c for c in owners(d) if c in on(d, "a")]) == 1
-    d.step(RescaleRequested(d.now, COUNT, 1))
+    d.step(RescaleRequested(now=d.now, stage=COUNT, instances=1))
     settle(d)
-    assert owners(d) == {0: SLICES} and d.controller.routing.instances[COUNT] == 1
+    assert owners(d) == {0: SLICES} and d.controller.routes.table.instances[COUNT] == 1
 
 
 # -- what is refused, and what waits -------------------------------------------------------------------------------
@@ -272,46 +278,60 @@ def test_a_rescale_counts_containers_that_work() -> None:
 )
 def test_refused_with_its_reason_and_nothing_changes(node: str, n: int, why: str) -> None:
     d = house(4)
-    d.step(LeaveRequested(d.now, ("b",)))
+    d.step(LeaveRequested(now=d.now, nodes=("b",)))
     settle(d)
-    before = d.controller.routing
+    before = d.controller.routes.table
     with pytest.raises(ConfigError, match=why):
-        d.controller.check_cores(node, n)
+        d.controller.fleet.check_cores(node, n)
     out = cores(d, node, n)
     assert [c.text for c in out if isinstance(c, Tell) and why in c.text and "stay as they are" in c.text]
-    assert d.controller.routing == before and not d.controller.cores and not d.controller.reslot
+    assert (
+        d.controller.routes.table == before and not d.controller.fleet.cores and not d.controller.balance.node_reasons
+    )
 
 
 def test_a_node_that_is_dead_by_the_time_is_refused() -> None:
     d = house(4)
-    d.controller.check_cores("b", 1)
+    d.controller.fleet.check_cores("b", 1)
     d.lose("b")
     assert [c for c in cores(d, "b", 1) if isinstance(c, Tell) and "there is no node b" in c.text]
     d.run_again()
     settle(d)
-    assert not d.controller.cores
+    assert not d.controller.fleet.cores
 
 
 def test_no_more_instances_than_the_job_has_cores() -> None:
     d = house(4)
     cores(d, "a", 2)
-    assert d.controller.slots() is None
-    d.controller.check_slots(COUNT, 8)  # there is still a node without a limit
+    assert d.controller.fleet.limit() is None
+    d.controller.fleet.check_instances(COUNT, 8)  # there is still a node without a limit
     cores(d, "b", 1)
-    assert d.controller.slots() == 3
+    assert d.controller.fleet.limit() == 3
     with pytest.raises(ConfigError, match="the job is to use 3 cores"):
-        d.controller.check_slots(COUNT, 4)
-    assert [c for c in d.step(RescaleRequested(d.now, COUNT, 4)) if isinstance(c, Tell)]
-    assert COUNT not in d.controller.resizes
+        d.controller.fleet.check_instances(COUNT, 4)
+    assert [c for c in d.step(RescaleRequested(now=d.now, stage=COUNT, instances=4)) if isinstance(c, Tell)]
+    assert COUNT not in d.controller.resizes.wanted
 
 
 @pytest.mark.parametrize(
     ("order", "told", "done"),
     [
-        (CoresRequested(0.0, "a", 1), "the change of the cores of node a to 1", lambda to: set(to) == {0, 4}),
-        (RescaleRequested(0.0, COUNT, 2), "the rescale of 'count' to 2", lambda to: set(to) == {0, 1}),
-        (MoveRequested(0.0, COUNT, {0: 2, 1: 2}), "the move of slices 0, 1 of 'count'", lambda to: to[:2] == (2, 2)),
-        (LeaveRequested(0.0, ("a",)), "the departure of node a", lambda to: set(to) == {4}),
+        (
+            CoresRequested(now=0.0, node="a", cores=1),
+            "the change of the cores of node a to 1",
+            lambda to: set(to) == {0, 4},
+        ),
+        (
+            RescaleRequested(now=0.0, stage=COUNT, instances=2),
+            "the rescale of 'count' to 2",
+            lambda to: set(to) == {0, 1},
+        ),
+        (
+            MoveRequested(now=0.0, stage=COUNT, targets={0: 2, 1: 2}),
+            "the move of slices 0, 1 of 'count'",
+            lambda to: to[:2] == (2, 2),
+        ),
+        (LeaveRequested(now=0.0, nodes=("a",)), "the departure of node a", lambda to: set(to) == {4}),
     ],
     ids=["set_cores", "rescale", "migrate", "scale_in"],
 )
@@ -323,15 +343,15 @@ def test_an_order_in_the_middle_of_a_recovery_waits_for_its_end_and_that_is_told
     number = d.begin()
     d.lose("b")
     assert d.controller.phase == "recovering"
-    before = d.controller.routing.owners
+    before = d.controller.routes.table.owners
     assert not done(before[COUNT])
     d.step(replace(order, now=d.now))
     assert d.said[-1] == f"{told} waits for the end of the recovery"
-    assert d.controller.phase == "recovering" and d.controller.routing.owners == before
+    assert d.controller.phase == "recovering" and d.controller.routes.table.owners == before
     d.run_again()
     settle(d)
-    assert d.controller.published >= number and d.controller.recoveries == 1
-    assert done(d.controller.routing.owners[COUNT])
+    assert d.controller.epochs.published >= number and d.controller.attempts.recoveries == 1
+    assert done(d.controller.routes.table.owners[COUNT])
     d.step(replace(order, now=d.now))
     assert sum("waits for the end" in text for text in d.said) == 1, "now there is nothing to wait for"
 
@@ -341,31 +361,31 @@ def test_a_failure_while_containers_are_emptied() -> None:
     cores(d, "a", 1)
     d.until(lambda: "switch" in d.phases.values())
     number = d.begin()
-    d.failed(number, IN, d.controller.attempt)
+    d.failed(number, IN, d.controller.attempts.current)
     d.run_again()
     settle(d)
-    assert owners(d) == {0: 6, 1: 2} and d.controller.recoveries == 1
+    assert owners(d) == {0: 6, 1: 2} and d.controller.attempts.recoveries == 1
 
 
 def test_a_slice_that_arrives_at_a_container_to_be_emptied_goes_on() -> None:
     d = house(4)
-    number = next(s for s, c in enumerate(d.controller.routing.owners[COUNT]) if c == 1)
+    number = next(s for s, c in enumerate(d.controller.routes.table.owners[COUNT]) if c == 1)
     d.move(number, to=3)
     d.until(lambda: d.phases == {number: "switch"})
     cores(d, "a", 1)
-    assert d.controller.reslot, "it waits until the slice is there"
+    assert d.controller.balance.node_reasons, "it waits until the slice is there"
     settle(d)
-    assert owners(d) == {0: 7, 1: 1} and d.controller.routing.owners[COUNT][number] == 0
+    assert owners(d) == {0: 7, 1: 1} and d.controller.routes.table.owners[COUNT][number] == 0
 
 
 def test_a_slice_on_its_way_to_such_a_container_is_sent_elsewhere_on_the_node() -> None:
     d = house(4)
     d.copying = False
-    number = next(s for s, c in enumerate(d.controller.routing.owners[COUNT]) if c == 1)
+    number = next(s for s, c in enumerate(d.controller.routes.table.owners[COUNT]) if c == 1)
     d.move(number, to=3)
     cores(d, "a", 1)
     d.epoch()
-    assert {m.target for m in d.controller.migration.of(COUNT) if m.slice == number} == {0}
+    assert {m.target for m in d.controller.moves.of(COUNT) if m.slice == number} == {0}
 
 
 def test_moves_for_cores_can_be_called_off() -> None:
@@ -374,12 +394,12 @@ def test_moves_for_cores_can_be_called_off() -> None:
     cores(d, "a", 1)
     d.epoch()
     assert d.phases
-    d.step(CancelMovesRequested(d.now))
+    d.step(CancelMovesRequested(now=d.now))
     d.copying = True
     for _ in range(6):
         d.epoch()
     assert not d.phases and owners(d) == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert d.runs[d.controller.published, COUNT].containers == (0, 1, 2, 3), "who has slices works"
+    assert d.runs[d.controller.epochs.published, COUNT].containers == (0, 1, 2, 3), "who has slices works"
     cores(d, "a", 1)
     settle(d)
     assert owners(d) == {0: 6, 1: 2}
@@ -392,18 +412,18 @@ def test_the_way_of_others_everything_stops_for_it() -> None:
     cores(d, "a", 1)
     d.finish(number)
     flushed(d, [c for c in d.commands if isinstance(c, Flush)][-1])
-    assert owners(d) == {0: 4, 1: 4} and not d.controller.reslot and not d.controller.migration
+    assert owners(d) == {0: 4, 1: 4} and not d.controller.balance.node_reasons and not d.controller.moves
     d.epoch()
     number = d.begin()
     cores(d, "a", 3)
     d.finish(number)
     flushed(d, [c for c in d.commands if isinstance(c, Flush)][-1])
-    assert d.controller.recoveries == 0 and owners(d) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert d.controller.attempts.recoveries == 0 and owners(d) == {0: 2, 1: 2, 2: 2, 3: 2}
     number = d.begin()
     cores(d, "b", 2)  # one that must be started
     d.finish(number)
     flushed(d, [c for c in d.commands if isinstance(c, Flush)][-1])
-    assert d.controller.recoveries == 0 and len(owners(d)) == 5 and len(on(d, "b")) == 2
+    assert d.controller.attempts.recoveries == 0 and len(owners(d)) == 5 and len(on(d, "b")) == 2
     d.epoch()
 
 
@@ -507,10 +527,10 @@ def test_a_job_refuses_what_cannot_be() -> None:
 
 
 def test_the_journal_and_the_status_know_of_it() -> None:
-    event = CoresRequested(1.5, "a", 2)
+    event = CoresRequested(now=1.5, node="a", cores=2)
     assert from_json(to_json(event)) == event
     d = house(4)
     cores(d, "a", 2)
     assert [(n["name"], n["cores"], n["limit"]) for n in cluster.nodes(d.controller)] == [("a", 4, 2), ("b", 2, None)]
     again = from_json(to_json(d.controller))
-    assert again.cores == {"a": 2} and again.reslot == d.controller.reslot
+    assert again.cores == {"a": 2} and again.reslot == d.controller.balance.node_reasons

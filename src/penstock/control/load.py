@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.control.events import TaskReport
+from penstock.control.records import TaskReport
 from penstock.ids import StageId
 
 LOAD_EPOCHS = 4

@@ -112,11 +112,15 @@ class NodeInfo(msgspec.Struct, frozen=True):
     cores: int = 1
 
 
+Offset = dict[str, Any]
+"""A place in a source: the source's own JSON."""
+
+
 class SourceSpan(msgspec.Struct, kw_only=True, frozen=True):
     """What one epoch reads of one source. Offsets and facts are the source's own JSON."""
 
-    start: Any
-    end: Any
+    start: Offset
+    end: Offset
     rows: int
     """An estimate."""
     facts: list[Any] = []

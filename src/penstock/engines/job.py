@@ -66,7 +66,7 @@ class Job:
     def routing(self) -> RoutingTable | None:
         """Which container owns which slice, now; None while the job starts."""
         controller = self._runtime.controller
-        return None if controller is None else controller.routing
+        return None if controller is None else controller.routes.table
 
     def journal(self) -> History:
         """Every step so far, with its cause: the last of them in memory, or all that the checkpoint's store has."""
@@ -86,7 +86,7 @@ class Job:
 
     def stop(self) -> None:
         """Finish the epochs under way, take a checkpoint, end. Returns when that is done."""
-        self._runtime.post(StopRequested(self._runtime.clock()))
+        self._runtime.post(StopRequested(now=self._runtime.clock()))
         self.wait()
 
     def rescale(self, uid: str, instances: int) -> None:
@@ -96,9 +96,9 @@ class Job:
         stage = self._stage(uid, "rescale")
         controller = self._running()
         if controller is not None:
-            controller.routing.check(stage, instances)  # refuse here what cannot be
-            controller.check_slots(stage, instances)
-        self._runtime.post(RescaleRequested(self._runtime.clock(), stage, instances))
+            controller.routes.table.check(stage, instances)  # refuse here what cannot be
+            controller.fleet.check_instances(stage, instances)
+        self._runtime.post(RescaleRequested(now=self._runtime.clock(), stage=stage, instances=instances))
 
     def scale_out(self, nodes: int = 1) -> None:
         """Ask Spark for more executors. Once they are there, slices move to them, while the job runs."""
@@ -117,17 +117,17 @@ class Job:
                 f"the cluster manager did not take a request for {nodes} more executors.",
                 remedy="See that it can grant them: free workers, cores and memory, the limits of this application.",
             )
-        self._runtime.post(NodesInvited(self._runtime.clock(), nodes))
+        self._runtime.post(NodesInvited(now=self._runtime.clock(), count=nodes))
 
     def scale_in(self, nodes: int | list[str] = 1) -> None:
         """Let nodes go, so many or these: their slices move away first, while the job runs."""
         controller = self._ready()
-        names = [n for n in controller.nodes if n not in controller.leaving]
+        names = [n for n in controller.fleet.nodes if n not in controller.fleet.leaving]
         if isinstance(nodes, int):
             slices = {n: 0 for n in names}
-            for owners in controller.routing.owners.values():
+            for owners in controller.routes.table.owners.values():
                 for container in owners:
-                    home = controller.routing.homes.get(container, "")
+                    home = controller.routes.table.homes.get(container, "")
                     slices[home] = slices.get(home, 0) + 1
             chosen = sorted(names, key=lambda n: (slices.get(n, 0), -len(n), n))[:nodes]  # the least to move
             if nodes < 1:
@@ -135,15 +135,15 @@ class Job:
             count = nodes
         else:
             chosen, count = list(nodes), len(nodes)
-            if unknown := [n for n in chosen if n not in controller.nodes]:
+            if unknown := [n for n in chosen if n not in controller.fleet.nodes]:
                 raise ConfigError(
-                    f"there is no node {unknown[0]}.", remedy=f"The nodes are {', '.join(controller.nodes)}."
+                    f"there is no node {unknown[0]}.", remedy=f"The nodes are {', '.join(controller.fleet.nodes)}."
                 )
         if count >= len(names):
             raise ConfigError(
                 f"{count} of {len(names)} nodes cannot go: somebody must stay.", remedy="Use stop to end the job."
             )
-        self._runtime.post(LeaveRequested(self._runtime.clock(), tuple(chosen)))
+        self._runtime.post(LeaveRequested(now=self._runtime.clock(), nodes=tuple(chosen)))
 
     def set_cores(self, node: str, cores: int) -> None:
         """Use so many cores of a node, while the job runs: as many containers of every stage work there, and its slices
@@ -153,46 +153,46 @@ class Job:
         """
         if isinstance(cores, bool) or not isinstance(cores, int):
             raise ConfigError(f"{cores!r} is no number of cores.", remedy="Use a whole number.")
-        self._ready().check_cores(node, cores)
-        self._runtime.post(CoresRequested(self._runtime.clock(), node, cores))
+        self._ready().fleet.check_cores(node, cores)
+        self._runtime.post(CoresRequested(now=self._runtime.clock(), node=node, cores=cores))
 
     def migrate(self, uid: str, slices: list[int], container: int) -> None:
         """Move some slices of a stage to another of its containers, while it runs."""
         stage = self._stage(uid, "move slices of")
         controller = self._ready()
-        if stage not in controller.routing.owners:
+        if stage not in controller.routes.table.owners:
             raise ConfigError(f"'{uid}' is a source: it has no slices.", remedy="Move those of a keyed stage.")
         if not controller.topology[stage].stateful:
             raise ConfigError(
                 f"stage '{stage}' keeps no state: there is nothing to move.",
                 remedy="Rescale it, or move slices of a stage that has state.",
             )
-        usable = [p.container for p in controller.peers(stage)]
+        usable = [p.container for p in controller.balance.peers(stage)]
         if container not in usable:
             raise ConfigError(
                 f"container {container} of '{stage}' cannot take slices: it is not there, or on its way out.",
                 remedy=f"Those that can are {', '.join(map(str, usable))}.",
             )
-        if wrong := [s for s in slices if not 0 <= s < controller.routing.slices]:
+        if wrong := [s for s in slices if not 0 <= s < controller.routes.table.slices]:
             raise ConfigError(
-                f"there is no slice {wrong[0]}.", remedy=f"Slices go from 0 to {controller.routing.slices - 1}."
+                f"there is no slice {wrong[0]}.", remedy=f"Slices go from 0 to {controller.routes.table.slices - 1}."
             )
-        if busy := [s for s in slices if (stage, s) in controller.migration.moves]:
+        if busy := [s for s in slices if (stage, s) in controller.moves.by_slice]:
             raise ConfigError(
                 f"slice {busy[0]} of '{stage}' is on the move already.", remedy="Wait for it, or cancel the moves."
             )
         targets = dict.fromkeys(slices, container)
-        self._runtime.post(MoveRequested(self._runtime.clock(), stage, targets))
+        self._runtime.post(MoveRequested(now=self._runtime.clock(), stage=stage, targets=targets))
 
     def rebalance(self) -> None:
         """Spread slices evenly over the containers there are, moving as few as that takes."""
         self._ready()
-        self._runtime.post(RebalanceRequested(self._runtime.clock()))
+        self._runtime.post(RebalanceRequested(now=self._runtime.clock()))
 
     def cancel_moves(self) -> None:
         """Call off every move that has not reached its switch."""
         self._ready()
-        self._runtime.post(CancelMovesRequested(self._runtime.clock()))
+        self._runtime.post(CancelMovesRequested(now=self._runtime.clock()))
 
     def _stage(self, uid: str, what: str) -> StageId:
         stage = self._plan.stage_of(uid)
@@ -234,7 +234,7 @@ def _nothing() -> None:
 
 def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **hooks: Any) -> Job:
     """Check everything that can be checked, then run the flow in the background. ``hooks`` are the runtime's, for tests
-    and benchmarks: a clock, steps to die at, a ``Baseline`` to compare with.
+    and benchmarks: a clock, steps to die at, a controller to compare with.
     """
     config = config or Config()
     if not isinstance(flow, Flow):

@@ -17,14 +17,13 @@ from penstock.control.events import (
     Event,
     Flush,
     Flushed,
-    NodeInfo,
     RunStage,
     StageDone,
     StageFailed,
-    TaskReport,
     WarmedUp,
     WarmUp,
 )
+from penstock.control.records import NodeInfo, TaskReport
 from penstock.control.routing import RoutingTable
 from penstock.engines.merging import Merging, merge_here
 from penstock.engines.protocol import Post
@@ -34,56 +33,52 @@ from penstock.plan import Plan
 from penstock.state.store import Store
 
 
-def task_specs(
-    command: RunStage, plan: Plan, routing: RoutingTable, splits: list[dict[str, Any]], on_error: str
-) -> list[TaskSpec]:
+def task_specs(command: RunStage, plan: Plan, splits: list[dict[str, Any]], on_error: str) -> list[TaskSpec]:
     """One spec for each task of a stage: each split of a source, each container of a keyed stage."""
-    stage = plan.by_id[command.stage]
+    stage, routing = plan.by_id[command.stage], command.routing
     wanted = {e.downstream for e in stage.outs} | ({stage.id} if stage.keyed is not None else set())
     base = TaskSpec(
-        command.stage,
-        command.epoch,
-        command.attempt,
-        0,
-        command.checkpoint,
-        command.seal,
-        routing.slices,
-        {s: list(routing.owners[s]) for s in wanted},
-        {s: routing.instances[s] for s in wanted},
-        None,
-        command.watermark_before,
-        command.watermark,
-        command.arrivals,
-        command.clock_ms,
-        on_error,
-        command.ports,
-        [list(held) for held in command.copies],
-        list(command.commits),
-        command.sends,
-        command.handover,
-        command.full,
-        command.quiet,
-        command.hot,
-        command.progress,
+        stage=command.stage,
+        epoch=command.epoch,
+        attempt=command.attempt,
+        index=0,
+        checkpoint=command.checkpoint,
+        seal=command.seal,
+        slices=routing.slices,
+        owners={s: list(routing.owners[s]) for s in wanted},
+        instances={s: routing.instances[s] for s in wanted},
+        watermark_before=command.time.before,
+        watermark=command.time.watermark,
+        arrivals=command.time.arrivals,
+        ports=command.time.ports,
+        clock_ms=command.clock_ms,
+        on_error=on_error,
+        copies=[list(held) for held in command.peers.copies],
+        commits=list(command.commits),
+        sends=command.peers.sends,
+        handover=command.peers.handover,
+        quiet=command.quiet,
+        hot=command.hot,
+        progress=command.progress,
     )
     if stage.source is not None:
         return [replace_spec(base, index=i, split=s) for i, s in enumerate(splits or [None])]  # type: ignore[list-item]
     return [replace_spec(base, index=i) for i in command.containers]
 
 
-def flush_specs(command: Flush, plan: Plan, routing: RoutingTable) -> list[TaskSpec]:
+def flush_specs(command: Flush, plan: Plan) -> list[TaskSpec]:
+    routing = command.routing
     return [
         TaskSpec(
-            stage.id,
-            command.epoch,
-            command.attempt,
-            index,
-            command.checkpoint,
-            True,
-            routing.slices,
-            {stage.id: list(routing.owners[stage.id])},
-            {stage.id: routing.instances[stage.id]},
-            full=command.full,
+            stage=stage.id,
+            epoch=command.epoch,
+            attempt=command.attempt,
+            index=index,
+            checkpoint=command.checkpoint,
+            seal=True,
+            slices=routing.slices,
+            owners={stage.id: list(routing.owners[stage.id])},
+            instances={stage.id: routing.instances[stage.id]},
             progress=command.progress,
         )
         for stage in plan.stages
@@ -99,11 +94,13 @@ class LocalEngine:
     name = "local"
     spark = None
 
-    def __init__(self, plan: Plan, job_id: str, store: Store, on_error: str, cores: int = 1) -> None:
+    def __init__(
+        self, plan: Plan, job_id: str, store: Store, on_error: str, cores: int = 1, worker: type[Worker] = Worker
+    ) -> None:
         self.plan = plan
         self.on_error = on_error
         self.cores = cores
-        self.worker = Worker(plan, job_id, store)
+        self.worker = worker(plan, job_id, store)
         self.blobs: dict[tuple[int, str, int], list[bytes]] = {}
         """(epoch, stage, container) -> what upstream tasks sent"""
         self.sent: dict[tuple[int, str, int], list[bytes]] = {}
@@ -113,13 +110,13 @@ class LocalEngine:
     def start(self, post: Post) -> None:
         self.post = post
 
-    def run_stage(self, command: RunStage, routing: RoutingTable, splits: list[dict[str, Any]]) -> None:
+    def run_stage(self, command: RunStage, splits: list[dict[str, Any]]) -> None:
         began = time.monotonic()
         reports: list[TaskReport] = []
         try:
-            for spec in task_specs(command, self.plan, routing, splits, self.on_error):
+            for spec in task_specs(command, self.plan, splits, self.on_error):
                 inputs = self.blobs.get((command.epoch, command.stage, spec.index), [])
-                if command.receives:
+                if command.peers.receives:
                     inputs = [*inputs, *self.sent.get((command.epoch - 1, command.stage, spec.index), [])]
                 report, out = self.worker.run(spec, inputs)
                 report.node = "local"
@@ -128,25 +125,50 @@ class LocalEngine:
                     place = self.sent if stage == command.stage else self.blobs
                     place.setdefault((command.epoch, stage, container), []).append(blob)
         except (OSError, MemoryError) as error:
-            self.post(StageFailed(time.monotonic(), command.epoch, command.stage, command.attempt, repr(error)))
+            self.post(
+                StageFailed(
+                    now=time.monotonic(),
+                    epoch=command.epoch,
+                    stage=command.stage,
+                    attempt=command.attempt,
+                    reason=repr(error),
+                )
+            )
             return
         elapsed = (time.monotonic() - began) * 1000
         now = time.monotonic()
-        self.post(StageDone(now, command.epoch, command.stage, command.attempt, tuple(reports), elapsed))
+        self.post(
+            StageDone(
+                now=now,
+                epoch=command.epoch,
+                stage=command.stage,
+                attempt=command.attempt,
+                reports=tuple(reports),
+                elapsed_ms=elapsed,
+            )
+        )
 
-    def flush(self, command: Flush, routing: RoutingTable) -> None:
+    def flush(self, command: Flush) -> None:
         try:
-            reports = tuple(self.worker.flush(spec) for spec in flush_specs(command, self.plan, routing))
+            reports = tuple(self.worker.flush(spec) for spec in flush_specs(command, self.plan))
         except (OSError, MemoryError) as error:
-            self.post(StageFailed(time.monotonic(), command.epoch, StageId("flush"), command.attempt, repr(error)))
+            self.post(
+                StageFailed(
+                    now=time.monotonic(),
+                    epoch=command.epoch,
+                    stage=StageId("flush"),
+                    attempt=command.attempt,
+                    reason=repr(error),
+                )
+            )
             return
-        self.post(Flushed(time.monotonic(), command.epoch, command.attempt, reports))
+        self.post(Flushed(now=time.monotonic(), epoch=command.epoch, attempt=command.attempt, reports=reports))
 
     def prepare(self, routing: RoutingTable) -> None:
         pass
 
     def warm_up(self, command: WarmUp) -> None:
-        self.post(WarmedUp(time.monotonic(), command.stage, command.containers))
+        self.post(WarmedUp(now=time.monotonic(), stage=command.stage, containers=command.containers))
 
     def compact(self, command: Compact, run: Callable[[Merging], Event]) -> None:
         self.post(run(merge_here))

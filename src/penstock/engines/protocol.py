@@ -1,4 +1,4 @@
-"""What an engine must do. Three stand behind this: Spark (the product), local (the oracle), and later the simulator.
+"""What an engine must do. Three stand behind this: Spark (the product), local (the oracle), and the simulator.
 
 An engine turns commands into work and answers each with exactly one event through ``post``, also when the work fails
 or is cancelled: the controller waits for all of a failed attempt to be gone before it starts the next.
@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from penstock.control.events import Compact, Event, Flush, NodeInfo, RunStage, WarmUp
+from penstock.control.events import (
+    Compact,
+    Event,
+    Flush,
+    RunStage,
+    WarmUp,
+)
+from penstock.control.records import NodeInfo
 from penstock.control.routing import RoutingTable
 from penstock.engines.merging import Merging
 from penstock.ids import Attempt
@@ -31,10 +38,10 @@ class Engine(Protocol):
     def spark(self) -> Any:
         """The SparkSession, for connectors; None elsewhere."""
 
-    def run_stage(self, command: RunStage, routing: RoutingTable, splits: list[dict[str, Any]]) -> None:
+    def run_stage(self, command: RunStage, splits: list[dict[str, Any]]) -> None:
         """Answered by StageDone or StageFailed."""
 
-    def flush(self, command: Flush, routing: RoutingTable) -> None:
+    def flush(self, command: Flush) -> None:
         """Answered by Flushed or StageFailed(stage="flush")."""
 
     def prepare(self, routing: RoutingTable) -> None:

@@ -23,20 +23,19 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import polars as pl
-import xxhash
 
 from penstock import errors
 from penstock.config import Config
-from penstock.connectors.base import SinkContext, SourceContext, SourceRange
+from penstock.connectors.base import Sink, SinkContext, SourceContext, SourceRange
 from penstock.connectors.sinks import encode as encode_rows
 from penstock.control.controller import Controller
-from penstock.control.epochs import Baseline, Settings
 from penstock.control.events import (
     CancelAll,
     CollectGarbage,
@@ -67,7 +66,6 @@ from penstock.control.events import (
     StageDone,
     Started,
     StoreChanged,
-    TaskError,
     Tell,
     Tick,
     WarmUp,
@@ -75,8 +73,11 @@ from penstock.control.events import (
 )
 from penstock.control.pacing import Pacer
 from penstock.control.policies import Observation, Policy, policy_from
+from penstock.control.records import EpochRecord, SourceSpan, TaskError, TaskOutput
 from penstock.control.routing import RoutingTable
+from penstock.control.settings import Settings
 from penstock.control.topology import StageInfo, Topology
+from penstock.engines import epochlog
 from penstock.engines.merging import Merge, Merging
 from penstock.engines.protocol import Engine
 from penstock.engines.task import DEAD_LETTERS, MANIFEST_NAME, bytes_frame, task_error
@@ -89,7 +90,7 @@ from penstock.errors import (
     SourceError,
     StoreAway,
 )
-from penstock.ids import StageId
+from penstock.ids import FIRST_PLAN, StageId
 from penstock.observe import cluster
 from penstock.observe.journal import Journal
 from penstock.observe.metrics import Metrics
@@ -109,6 +110,13 @@ REFUSED_S = 600.0
 """A cluster manager that refused nodes is not asked again by a policy for so long."""
 CLOCKED_EPOCH_S = 0.5
 """An idle flow with windows by the clock runs an empty epoch this often."""
+
+
+class SplitsFound(Event, frozen=True, kw_only=True):
+    """A source stage can run: what it reads has been cut into shares. The controller does not hear of it."""
+
+    command: RunStage
+    splits: list[dict[str, Any]]
 
 
 def topology_of(plan: Plan) -> Topology:
@@ -145,11 +153,12 @@ class Runtime:
         heartbeat: Callable[[], None] = lambda: None,
         pool: Callable[[str], Executor] = lambda name: ThreadPoolExecutor(1, thread_name_prefix=name),
         unique: Callable[[], str] = lambda: uuid.uuid4().hex,
-        baseline: Baseline | None = None,
+        make_controller: type[Controller] = Controller,
     ) -> None:
         """``heartbeat`` renews the hold on the checkpoint directory. ``trip`` is called with the name of each step of
         a commit: crash tests die there on purpose. ``pool`` makes the executors of planning and publishing, which work
-        strictly in order, and ``unique`` names: the simulator has its own. ``baseline`` is how benchmarks compare.
+        strictly in order, and ``unique`` names: the simulator has its own. Benchmarks that compare the controller with
+        other ways of rescaling pass theirs as ``make_controller``.
         """
         self.plan = plan
         self.config = config
@@ -165,14 +174,16 @@ class Runtime:
         self.error: PenstockError | None = None
         self.reason = ""
         self.planner = pool("penstock-plan")
+        self.splitter = pool("penstock-splits")
         self.logger = pool("penstock-log")
         self.publisher = pool("penstock-publish")
         self.unique = unique
-        self.baseline = baseline or Baseline()
+        self.make_controller = make_controller
         self.engine: Engine | None = None
         self.controller: Controller | None = None
         self.metrics: Metrics | None = None
-        self.ranges: dict[tuple[int, str], dict[str, Any]] = {}
+        self.outputs: dict[int, dict[tuple[str, int], TaskOutput]] = {}
+        """epoch -> (stage, task) -> what it made for the sinks, until the epoch is published"""
         self.notices: list[str] = []
         self.job_id = ""
         self.first_attempt = 1
@@ -229,7 +240,7 @@ class Runtime:
             try:
                 event = self.events.get(timeout=TICK_S)
             except queue.Empty:
-                event = Tick(self.clock())
+                event = Tick(now=self.clock())
             if event.now - beat > HEARTBEAT_S:
                 beat = event.now
                 self.heartbeat()
@@ -243,11 +254,13 @@ class Runtime:
     def _look_for_hot(self, now: float) -> None:
         """Slices that are too hot for one container: their owners are asked for the keys, as long as they are."""
         assert self.controller is not None and self.metrics is not None
-        if self.controller.phase != "running" or not (self.controller.load.rates or self.controller.hot):
+        if self.controller.phase != "running" or not (
+            self.controller.balance.load.rates or self.controller.balance.hot
+        ):
             return
         hot = self.metrics.find_hot(self.controller, now)
-        if hot != self.controller.hot:
-            self.post(HotSlices(now, hot))
+        if hot != self.controller.balance.hot:
+            self.post(HotSlices(now=now, slices=hot))
 
     def _consider(self, policy: Policy, now: float) -> None:
         """Ask the policy, and do what it says as though somebody had asked for it."""
@@ -256,10 +269,10 @@ class Runtime:
             return
         status = self.status()
         controller = self.controller
-        owners = {str(stage): slices for stage, slices in controller.routing.owners.items()}
+        owners = {str(stage): slices for stage, slices in controller.routes.table.owners.items()}
         load: dict[tuple[str, int], float] = {}
-        for stage_id in controller.routing.owners:
-            for number, rate in enumerate(controller.load.of(stage_id, controller.routing.slices) or ()):
+        for stage_id in controller.routes.table.owners:
+            for number, rate in enumerate(controller.balance.load.of(stage_id, controller.routes.table.slices) or ()):
                 load[stage_id, number] = rate
         if self.ask_again_at < math.inf:
             self._say_once(
@@ -273,12 +286,12 @@ class Runtime:
             now,
             edges=tuple(dict.fromkeys((str(up), str(s.id)) for s in controller.topology.stages for up in s.ins)),
             owners=owners,
-            homes=dict(controller.routing.homes),
-            coming=controller.invited + self.asking,
+            homes=dict(controller.routes.table.homes),
+            coming=controller.fleet.invited + self.asking,
             busy_containers=self.metrics.busy_containers(status),
             load=load,
-            slots=controller.slots(),
-            usable={s: [p.container for p in controller.peers(StageId(s))] for s in owners},
+            slots=controller.fleet.limit(),
+            usable={s: [p.container for p in controller.balance.peers(StageId(s))] for s in owners},
         )
         try:
             decision = policy.decide(seen)
@@ -300,13 +313,13 @@ class Runtime:
             staying = [n for n in status.nodes if n["state"] != "leaving"]
             fewest = sorted(staying, key=lambda n: (n["slices"], -len(n["name"]), n["name"]))  # the least to move
             names = decision.which or tuple(n["name"] for n in fewest[: decision.nodes])
-            self.post(LeaveRequested(now, names))
+            self.post(LeaveRequested(now=now, nodes=names))
         # Slices of a stage without state follow its containers: there is nothing to move.
         if decision.moves and decision.stage is not None and controller.topology[StageId(decision.stage)].stateful:
             self._move(StageId(decision.stage), {m.slice: m.target for m in decision.moves}, decision.reason, now)
             return
         for stage, instances in decision.instances.items():
-            self.post(RescaleRequested(now, StageId(stage), instances))
+            self.post(RescaleRequested(now=now, stage=StageId(stage), instances=instances))
 
     def _ask_for_nodes(self, count: int, now: float) -> None:
         """As ``job.scale_out`` does, but on a thread of its own: a cluster manager that is away answers in minutes."""
@@ -326,7 +339,7 @@ class Runtime:
             except Exception:  # Spark is going: so is the job
                 taken = False
             if taken:
-                self.post(NodesInvited(self.clock(), count))
+                self.post(NodesInvited(now=self.clock(), count=count))
                 self.asking = 0
             else:
                 self.ask_again_at = now + REFUSED_S
@@ -342,17 +355,21 @@ class Runtime:
         emptied goes, or if it is not the last it stays there, vacant, until it is needed again.
         """
         assert self.controller is not None
-        routing = self.controller.routing
+        routing = self.controller.routes.table
         room = max(targets.get(s, c) for s, c in enumerate(routing.owners[stage])) + 1
         have = routing.instances[stage]
-        if room > have or (room < have and not self.controller.cores):
-            self.post(RescaleRequested(now, stage, room, targets))
+        if room > have or (room < have and not self.controller.fleet.cores):
+            self.post(RescaleRequested(now=now, stage=stage, instances=room, targets=targets))
         else:
-            self.post(MoveRequested(now, stage, targets, reason))
+            self.post(MoveRequested(now=now, stage=stage, targets=targets, reason=reason))
 
     def handle(self, event: Event) -> None:
         """One event: what it means, and what is to be done about it."""
         assert self.controller is not None
+        if isinstance(event, SplitsFound):
+            self._run_splits(event)
+            return
+        self._take_outputs(event)
         self._observe(event)
         try:
             commands = self.controller.step(event)
@@ -369,6 +386,7 @@ class Runtime:
         if callable(abandon := getattr(self.store, "abandon", None)):
             abandon()  # who still waits for the store waits for nothing
         self.planner.shutdown(wait=True, cancel_futures=True)
+        self.splitter.shutdown(wait=True, cancel_futures=True)
         self.logger.shutdown(wait=True, cancel_futures=True)
         self.publisher.shutdown(wait=True, cancel_futures=True)
         for close in (
@@ -402,49 +420,37 @@ class Runtime:
         self.metrics.began = self.clock()
         self.job_id = job_id
         logged = self._read_log(manifest.epoch if manifest else 0)
-        self._check_sources({s for record in logged for s in record["ranges"]})
+        self._check_sources({s for record in logged for s in record.ranges})
         topology = topology_of(self.plan)
         instances = self.config.instances or self.engine.cores
         routing = RoutingTable.initial(self.config.slices, topology.keyed(), instances, self.plan.own_instances)
         restored = None
-        for record in logged:
-            if record.get("routing"):  # the flow or the settings may be others than when it was written
-                record["routing"] = self._fit_routing(record["routing"], routing).to_json()
+        # The flow or the settings may be others than when the log was written.
+        logged = [
+            record
+            if record.routing is None
+            else msgspec.structs.replace(record, routing=self._fit_routing(record.routing, routing))
+            for record in logged
+        ]
         if manifest is not None:
             restored = self._fit(manifest, routing)
             self.metrics.counted_through = manifest.epoch
         c = self.config
-        self.controller = Controller(
+        self.controller = self.make_controller(
             topology,
             routing,
             Pacer.start(c.epoch_rows, c.epoch_rows_min, c.epoch_rows_max, c.target_latency_ms),
-            Settings(
-                c.epochs_in_flight,
-                c.checkpoint_interval_s,
-                # A window by the clock is over when the clock says so, rows or not.
-                min(c.idle_epoch_s, CLOCKED_EPOCH_S) if any(s.clocked for s in topology.stages) else c.idle_epoch_s,
-                c.poll_ms / 1000,
-                c.deltas_max,
-                c.epochs_max,
-                c.store_away_epochs,
-                c.backups,
-                c.placement,
-                not self.baseline.stop_and_copy,
-                c.move_timeout_s,
-                c.instances is None,
-                self.baseline.full_snapshots,
-                c.schedule,
-            ),
+            self._settings(topology),
             Manifest(job_id, self.plan.graph.name, self.plan.fingerprint(), 0),
         )
         facts: dict[str, list[Any]] = {s: list(v["facts"]) for s, v in (restored.sources if restored else {}).items()}
         for record in logged:
-            for source, r in record["ranges"].items():
-                facts.setdefault(source, []).extend(r["facts"])
-        for id, source in self.plan.sources.items():
+            for id, span in record.ranges.items():
+                facts.setdefault(id, []).extend(span.facts)
+        for name, source in self.plan.sources.items():
             store = self.store if self.checkpoint_url is not None else None
-            source.open(SourceContext(id, self.checkpoint_url, self.engine.spark, store))
-            source.remember(facts.get(id, []))
+            source.open(SourceContext(name, self.checkpoint_url, self.engine.spark, store))
+            source.remember(facts.get(name, []))
         self.engine.prepare(RoutingTable.from_json(restored.routing) if restored else routing)
         resumed = manifest is not None or bool(logged)
         for id, node in self.plan.sinks.items():
@@ -458,7 +464,34 @@ class Runtime:
             start=self.first_attempt // ATTEMPTS_PER_START,
             facts={"job": job_id, "flow": self.plan.graph.name, "engine": self.engine.name},
         )
-        self.post(Started(self.clock(), restored, tuple(logged), self.first_attempt, self.engine.nodes()))
+        self.post(
+            Started(
+                now=self.clock(),
+                restored=restored,
+                logged=tuple(logged),
+                attempt=self.first_attempt,
+                nodes=self.engine.nodes(),
+            )
+        )
+
+    def _settings(self, topology: Topology) -> Settings:
+        c = self.config
+        # A window by the clock is over when the clock says so, rows or not.
+        clocked = any(s.clocked for s in topology.stages)
+        return Settings(
+            epochs_in_flight=c.epochs_in_flight,
+            checkpoint_interval_s=c.checkpoint_interval_s,
+            idle_epoch_s=min(c.idle_epoch_s, CLOCKED_EPOCH_S) if clocked else c.idle_epoch_s,
+            poll_s=c.poll_ms / 1000,
+            deltas_max=c.deltas_max,
+            epochs_max=c.epochs_max,
+            away_epochs=c.store_away_epochs,
+            backups=c.backups,
+            placement=c.placement,
+            move_timeout_s=c.move_timeout_s,
+            grows=c.instances is None,
+            schedule=c.schedule,
+        )
 
     def _job_id(self) -> str:
         try:
@@ -545,11 +578,10 @@ class Runtime:
 
     def _fit(self, manifest: Manifest, fresh: RoutingTable) -> Manifest:
         """The checkpoint, with a routing that fits the flow and the settings of today."""
-        routing = self._fit_routing(manifest.routing, fresh)
+        routing = self._fit_routing(RoutingTable.from_json(manifest.routing), fresh)
         return replace(manifest, routing=routing.to_json(), fingerprint=self.plan.fingerprint())
 
-    def _fit_routing(self, logged: dict[str, Any], fresh: RoutingTable) -> RoutingTable:
-        routing = RoutingTable.from_json(logged)
+    def _fit_routing(self, routing: RoutingTable, fresh: RoutingTable) -> RoutingTable:
         notice = f"the state has {routing.slices} slices, set at its first run; slices={self.config.slices} is ignored."
         if routing.slices != self.config.slices and notice not in self.notices:
             self.notices.append(notice)
@@ -575,8 +607,8 @@ class Runtime:
                     routing = routing.rescale(stage, wanted)
         return routing
 
-    def _read_log(self, after: int) -> list[dict[str, Any]]:
-        records: list[dict[str, Any]] = []
+    def _read_log(self, after: int) -> list[EpochRecord]:
+        records: list[EpochRecord] = []
         for name in sorted(self.store.list("log/")):
             number = int(name.split("/")[-1].split(".")[0])
             if number <= after:
@@ -587,15 +619,14 @@ class Runtime:
                     remedy="Restore it from a copy: without it the epochs after the checkpoint cannot be repeated.",
                     path=name,
                 )
-            data = self.store.get(name)
-            checksum, _, body = data.partition(b"\n")
-            if xxhash.xxh3_64_hexdigest(body).encode() != checksum:
-                raise CorruptData(
-                    f"the epoch log {name} does not match its checksum.",
-                    remedy="Restore it from a copy: without it the epochs after the checkpoint cannot be repeated.",
-                    path=name,
+            record = epochlog.decode(self.store.get(name), name)
+            if record.plan != FIRST_PLAN:
+                raise IncompatibleFlow(
+                    f"epoch {record.epoch} ran with version {record.plan} of the flow's plan, and the checkpoint "
+                    f"directory has only version {FIRST_PLAN}.",
+                    remedy="Restore the whole checkpoint directory from one copy, or start anew with another one.",
                 )
-            records.append(json.loads(body))
+            records.append(record)
         return records
 
     # -- commands ------------------------------------------------------------------------------------------------
@@ -606,15 +637,13 @@ class Runtime:
             case PlanEpoch():
                 self._submit(self.planner, self._plan_epoch, command)
             case LogEpoch():
-                for source, r in command.record["ranges"].items():
-                    self.ranges[command.epoch, source] = r
                 self._submit(self.logger, self._log_epoch, command)
             case RunStage():
                 self._run_stage(command)
             case PublishEpoch():
                 self._submit(self.publisher, self._publish, command)
             case Flush():
-                self.engine.flush(command, self._routing(command.routing))
+                self.engine.flush(command)
             case WriteManifest():
                 self._submit(self.publisher, self._write_manifest, command)
             case WarmUp():
@@ -623,10 +652,10 @@ class Runtime:
                 self.engine.compact(command, lambda merging: self._compact(command, merging))
             case ReleaseEpoch():
                 self.engine.release(command.epoch)
-                self.ranges = {k: v for k, v in self.ranges.items() if k[0] >= command.epoch - 64}
             case CollectGarbage():
                 self._submit(self.publisher, self._collect_garbage, command)
             case CancelAll():
+                self.outputs.clear()  # all that is not published runs again
                 self.engine.cancel(command.attempt)
             case ReleaseNodes():
                 self.engine.release_nodes(command.nodes)
@@ -642,43 +671,43 @@ class Runtime:
             try:
                 work(command)
             except PenstockError as error:
-                self.post(Fatal(self.clock(), task_error(error)))
+                self.post(Fatal(now=self.clock(), error=task_error(error)))
             except Exception as error:
                 what = type(command).__name__
                 self.post(
                     Fatal(
-                        self.clock(),
-                        TaskError(
-                            "EngineError",
-                            f"{what} failed: {type(error).__name__}: {error}.",
-                            "The checkpoint is whole: start again once the cause is gone.",
-                            {"trace": traceback.format_exc()},
+                        now=self.clock(),
+                        error=TaskError(
+                            kind="EngineError",
+                            message=f"{what} failed: {type(error).__name__}: {error}.",
+                            remedy="The checkpoint is whole: start again once the cause is gone.",
+                            evidence={"trace": traceback.format_exc()},
                         ),
                     )
                 )
 
         pool.submit(guarded)
 
-    def _routing(self, version: int) -> RoutingTable:
-        assert self.controller is not None
-        return self.controller.routings[version]
-
     def _run_stage(self, command: RunStage) -> None:
-        assert self.engine is not None and self.controller is not None
-        routing = self._routing(command.routing)
-        stage = self.plan.by_id[command.stage]
-        splits: list[dict[str, Any]] = []
-        if stage.source is not None and command.range is not None:
-            r = command.range
-            try:
-                splits = stage.source.splits(r["start"], r["end"], len(command.containers))
-            except PenstockError as error:
-                self.post(Fatal(self.clock(), task_error(error)))
-                return
-        self.engine.run_stage(command, routing, splits)
+        assert self.engine is not None
+        if command.span is None:
+            self.engine.run_stage(command, [])
+        else:
+            self._submit(self.splitter, self._find_splits, command)
+
+    def _find_splits(self, command: RunStage) -> None:
+        """Cut what a source reads in an epoch into shares. A source may look at files for that."""
+        source, span = self.plan.by_id[command.stage].source, command.span
+        assert source is not None and span is not None
+        splits = source.splits(span.start, span.end, len(command.containers))
+        self.post(SplitsFound(now=self.clock(), command=command, splits=splits))
+
+    def _run_splits(self, found: SplitsFound) -> None:
+        assert self.engine is not None
+        self.engine.run_stage(found.command, found.splits)
 
     def _plan_epoch(self, command: PlanEpoch) -> None:
-        ranges: dict[str, dict[str, Any]] = {}
+        ranges: dict[str, SourceSpan] = {}
         exhausted = []
         sources = self.plan.sources
         share = max(1, command.rows_max // len(sources))
@@ -695,30 +724,29 @@ class Runtime:
                     source=id,
                 ) from error
             if found is not None:
-                ranges[id] = {
-                    "start": found.start,
-                    "end": found.end,
-                    "rows": found.rows_estimate,
-                    "facts": list(found.facts),
-                }
+                ranges[id] = SourceSpan(
+                    start=found.start, end=found.end, rows=found.rows_estimate, facts=list(found.facts)
+                )
             if source.exhausted(found.end if found is not None else start):
                 exhausted.append(id)
         now = self.clock()
         if not ranges and not command.even_if_empty:
-            self.post(NothingNew(now, command.epoch, len(exhausted) == len(sources)))
+            self.post(NothingNew(now=now, epoch=command.epoch, exhausted=len(exhausted) == len(sources)))
             return
         assert self.metrics is not None
         self.metrics.planned(command.epoch, now)
-        self.post(EpochPlanned(now, command.epoch, ranges, tuple(exhausted), self.wall_ms()))
+        self.post(
+            EpochPlanned(
+                now=now, epoch=command.epoch, ranges=ranges, exhausted=tuple(exhausted), clock_ms=self.wall_ms()
+            )
+        )
 
     def _log_epoch(self, command: LogEpoch) -> None:
         if self.log_ended:
             return
         self.log_ended = True  # unless this one gets there, those after it must not: the log would have a hole
         self.trip("before-log")
-        body = json.dumps(command.record).encode()
-        checksum = xxhash.xxh3_64_hexdigest(body).encode()
-        name, data = LOG_NAME.format(command.epoch), checksum + b"\n" + body
+        name, data = LOG_NAME.format(command.epoch), epochlog.encode(command.record)
         # Created, never replaced: of two drivers that each believe the directory theirs, one gets no further than here.
         if not self.store.put_if_absent(name, data) and self.store.get(name) != data:
             raise CheckpointInUse(
@@ -728,20 +756,17 @@ class Runtime:
             )
         self.log_ended = False
         self.trip("after-log")
-        self.post(EpochLogged(self.clock(), command.epoch, command.attempt))
+        self.post(EpochLogged(now=self.clock(), epoch=command.epoch, attempt=command.attempt))
 
     def _publish(self, command: PublishEpoch) -> None:
         self.trip("before-publish")
+        made = self.outputs.get(command.epoch, {})
+        outputs = [made[key] for key in sorted(made, key=lambda key: (self.plan.by_id[StageId(key[0])].index, key[1]))]
         for id, node in self.plan.sinks.items():
             sink = node.sink
             assert sink is not None
             try:
-                if sink.collects:
-                    frames = [bytes_frame(b) for b in command.tables.get(id, [])]
-                    if frames:
-                        sink.write(command.epoch, pl.concat(frames))
-                elif command.parts.get(id):
-                    sink.commit(command.epoch, command.attempt, command.parts[id])
+                self._deliver(id, sink, command, outputs)
             except PenstockError:
                 raise
             except Exception as error:
@@ -752,24 +777,26 @@ class Runtime:
                     epoch=command.epoch,
                 ) from error
             self.trip("between-sinks")
-        self._publish_dead_letters(command)
+        dead = self.plan.graph.dead_letters
+        if dead is not None:
+            self._deliver(DEAD_LETTERS, dead, command, outputs)
+        elif tables := [out.tables[DEAD_LETTERS] for out in outputs if DEAD_LETTERS in out.tables]:
+            frame = pl.concat([bytes_frame(table) for table in tables])
+            self.store.put(f"dead-letters/{command.epoch:012d}.jsonl", encode_rows("jsonl", frame))
         self.trip("after-publish")
-        self.post(EpochPublished(self.clock(), command.epoch, command.attempt))
+        self.post(EpochPublished(now=self.clock(), epoch=command.epoch, attempt=command.attempt))
         for callback in self.on_published:
             callback(command.epoch)
 
-    def _publish_dead_letters(self, command: PublishEpoch) -> None:
-        sink = self.plan.graph.dead_letters
-        tables = command.tables.get(DEAD_LETTERS, [])
-        if sink is None:
-            if tables:
-                frame = pl.concat([bytes_frame(b) for b in tables])
-                self.store.put(f"dead-letters/{command.epoch:012d}.jsonl", encode_rows("jsonl", frame))
-        elif sink.collects:
-            if tables:
-                sink.write(command.epoch, pl.concat([bytes_frame(b) for b in tables]))
-        elif command.parts.get(DEAD_LETTERS):
-            sink.commit(command.epoch, command.attempt, command.parts[DEAD_LETTERS])
+    @staticmethod
+    def _deliver(id: str, sink: Sink, command: PublishEpoch, outputs: Sequence[TaskOutput]) -> None:
+        """Give one sink its rows of the epoch, or the parts that tasks have written, in order."""
+        if sink.collects:
+            frames = [bytes_frame(out.tables[id]) for out in outputs if id in out.tables]
+            if frames:
+                sink.write(command.epoch, pl.concat(frames))
+        elif parts := [out.parts[id] for out in outputs if id in out.parts]:
+            sink.commit(command.epoch, command.attempt, parts)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -781,7 +808,7 @@ class Runtime:
         assert self.metrics is not None
         self.metrics.checkpoints += 1
         self.metrics.checkpoint_bytes = sum(f.bytes for fs in manifest.files.values() for f in fs)
-        self.post(ManifestWritten(self.clock(), command.epoch, command.attempt))
+        self.post(ManifestWritten(now=self.clock(), epoch=command.epoch, attempt=command.attempt))
 
     def _compact(self, command: Compact, merging: Merging) -> Event:
         assert self.controller is not None
@@ -794,13 +821,13 @@ class Runtime:
         name = f"state/{stage}/{last:012d}-{self.unique()[:8]}.{task.kind}"
         self.merged.add(name)
         self.trip("before-compact")
-        merge = Merge(task, tuple(layout.key.names()), meta, name, self.controller.routing.slices)
+        merge = Merge(task, tuple(layout.key.names()), meta, name, self.controller.routes.table.slices)
         try:
             out = merging(self.store, merge)
             self.trip("after-compact")
         except (PenstockError, OSError) as error:
-            return Compacted(self.clock(), stage, task, None, str(error))
-        return Compacted(self.clock(), stage, task, out)
+            return Compacted(now=self.clock(), stage=stage, task=task, output=None, failed=str(error))
+        return Compacted(now=self.clock(), stage=stage, task=task, output=out)
 
     def _collect_garbage(self, command: CollectGarbage) -> None:
         try:
@@ -822,7 +849,7 @@ class Runtime:
             if int(name.split("/")[-1].split(".")[0]) <= oldest:
                 self.store.delete(name)
         assert self.controller is not None
-        current = self.controller.manifest.names()
+        current = self.controller.checkpoints.manifest.names()
         self.merged -= current
         for name in garbage(self.store.list("state/"), kept, in_flight=current | self.merged):
             # A newer file that no manifest names yet may belong to the checkpoint under way.
@@ -843,27 +870,41 @@ class Runtime:
             )
         else:
             self.away_notice = None
-        self.post(StoreChanged(self.clock(), away))
+        self.post(StoreChanged(now=self.clock(), away=away))
 
     # -- what is seen ----------------------------------------------------------------------------------------------
+
+    def _take_outputs(self, event: Event) -> None:
+        """Keep what tasks made for the sinks. Control does not see it."""
+        assert self.controller is not None
+        match event:
+            case StageDone():
+                epoch = event.epoch if event.attempt == self.controller.attempts.current else None
+                known = epoch in self.controller.epochs.in_flight
+                for report in event.reports:
+                    if report.output is not None and epoch is not None and known:
+                        self.outputs.setdefault(epoch, {})[report.stage, report.index] = report.output
+                    report.output = None
+            case EpochPublished():
+                self.outputs.pop(event.epoch, None)
 
     def _observe(self, event: Event) -> None:
         assert self.metrics is not None and self.controller is not None
         match event:
-            case StageDone() if event.attempt == self.controller.attempt:
+            case StageDone() if event.attempt == self.controller.attempts.current:
                 self.metrics.stage_done(event.stage, event.epoch, event.reports, event.now)
                 for report in event.reports:
                     for sizes in report.bytes_out.values():
                         self.metrics.exchanged(event.stage, *self._crossing(report.node, sizes))
             case EpochPublished():
-                run = self.controller.in_flight.get(event.epoch)
+                run = self.controller.epochs.in_flight.get(event.epoch)
                 rows = sum(r.rows_in for s in self.plan.sources for r in run.done.get(StageId(s), ())) if run else 0
-                self.metrics.published(event.epoch, rows, event.now, self.controller.routing.instances)
+                self.metrics.published(event.epoch, rows, event.now, self.controller.routes.table.instances)
 
     def _crossing(self, node: str, sizes: list[int]) -> tuple[int, int]:
         """Bytes for containers on the same node, and bytes that leave it."""
         assert self.controller is not None
-        homes = self.controller.routing.homes
+        homes = self.controller.routes.table.homes
         local = sum(b for c, b in enumerate(sizes) if homes.get(c) == node)
         return local, sum(sizes) - local
 

@@ -29,8 +29,8 @@ import polars as pl
 
 from penstock.connectors.base import BadRecord
 from penstock.connectors.rows import bad_records_frame
-from penstock.control.events import TaskError, TaskReport
 from penstock.control.load import LOAD_EPOCHS
+from penstock.control.records import SealedDelta, TaskError, TaskOutput, TaskReport
 from penstock.control.topology import at_port
 from penstock.engines.hot import hottest_keys, rows_by_slice
 from penstock.engines.keeper import Keeper
@@ -56,7 +56,7 @@ from penstock.operators.base import (
 from penstock.operators.steps import BatchStep
 from penstock.plan import Edge, Plan, Stage
 from penstock.state.backup import Commit, cut
-from penstock.state.checkpoint import Manifest
+from penstock.state.checkpoint import DeltaFile, Manifest
 from penstock.state.codec import checksum, decode, encode, read_slices, sort_by_slice
 from penstock.state.hashing import hash_columns, slice_of
 from penstock.state.store import Store
@@ -84,7 +84,7 @@ PEERS = "@peers"
 PIECE, HANDOVER = 0, 1
 
 
-class TaskSpec(msgspec.Struct):
+class TaskSpec(msgspec.Struct, kw_only=True):
     """Everything that makes a task repeatable."""
 
     stage: str
@@ -111,8 +111,6 @@ class TaskSpec(msgspec.Struct):
     """It sends to each of its peers."""
     handover: dict[int, int] = {}
     """slice -> container that owns it from the next epoch on"""
-    full: bool = False
-    """A checkpoint writes all of the state, before the task goes on: the way of others, for comparison."""
     quiet: bool = False
     """The sinks have this epoch already."""
     hot: tuple[int, ...] = ()
@@ -182,6 +180,15 @@ def bytes_frame(data: bytes) -> pl.DataFrame:
     return pl.read_ipc_stream(io.BytesIO(data))
 
 
+@dataclass(frozen=True)
+class Written:
+    """A delta that was written, and what backup holders get of it."""
+
+    delta: SealedDelta
+    pieces: dict[int, bytes] = field(default_factory=dict)
+    """holder -> its piece"""
+
+
 @dataclass
 class Container:
     """One container of one keyed stage: its table, which slices it holds, and where it stands."""
@@ -192,7 +199,7 @@ class Container:
     slices: frozenset[int] = frozenset()
     epoch: int = -1
     attempt: int = -1
-    pending: list[Future[dict[str, Any]]] = field(default_factory=list)
+    pending: list[Future[Written]] = field(default_factory=list)
     """Deltas being written."""
     unsent: list[dict[int, bytes]] = field(default_factory=list)
     """Pieces of deltas that were written: holder -> piece."""
@@ -254,7 +261,7 @@ class Worker:
 
     def run(self, spec: TaskSpec, blobs: Sequence[bytes]) -> tuple[TaskReport, dict[tuple[str, int], bytes]]:
         """(control record, (stage, container) -> blob). Errors of the user or the world come back in the record."""
-        report = TaskReport(spec.stage, spec.epoch, spec.attempt, spec.index, pid=os.getpid())
+        report = TaskReport(stage=spec.stage, epoch=spec.epoch, attempt=spec.attempt, index=spec.index, pid=os.getpid())
         began = time.perf_counter()
         try:
             if self.failed is not None:
@@ -270,10 +277,10 @@ class Worker:
         except Exception as error:
             # Ours, or a combination of types that nobody thought of: to run it again would not help.
             report.error = TaskError(
-                "EngineError",
-                f"stage '{spec.stage}' failed in epoch {spec.epoch}: {type(error).__name__}: {error}.",
-                "Please report it, with the trace that -v shows. The checkpoint is whole.",
-                {"trace": traceback.format_exc()},
+                kind="EngineError",
+                message=f"stage '{spec.stage}' failed in epoch {spec.epoch}: {type(error).__name__}: {error}.",
+                remedy="Please report it, with the trace that -v shows. The checkpoint is whole.",
+                evidence={"trace": traceback.format_exc()},
             )
             out = {}
         report.busy_ms = (time.perf_counter() - began) * 1000 - report.load_ms
@@ -328,7 +335,7 @@ class Worker:
 
     def flush(self, spec: TaskSpec) -> TaskReport:
         """Seal at the epoch, unless that was done, and wait until everything is written."""
-        report = TaskReport(spec.stage, spec.epoch, spec.attempt, spec.index, pid=os.getpid())
+        report = TaskReport(stage=spec.stage, epoch=spec.epoch, attempt=spec.attempt, index=spec.index, pid=os.getpid())
         try:
             stage = self.plan.by_id[StageId(spec.stage)]
             container = self.containers.get((spec.stage, spec.index))
@@ -550,50 +557,34 @@ class Worker:
 
     def _seal(self, stage: Stage, spec: TaskSpec, container: Container) -> None:
         """End the active fragment and hand it to the background writer. Processing goes on at once."""
-        if spec.full:
-            self._seal_whole(stage, spec, container)
-            return
         fragment = container.table.seal(spec.epoch)
-        done = {"epoch": spec.epoch, "attempt": spec.attempt, "file": None}
         if not fragment.rows:
-            ready: Future[dict[str, Any]] = Future()
-            ready.set_result(done)
-            container.pending.append(ready)
+            nothing: Future[Written] = Future()
+            nothing.set_result(Written(SealedDelta(epoch=spec.epoch, attempt=spec.attempt, file=None)))
+            container.pending.append(nothing)
             return
         name = f"state/{spec.stage}/{spec.epoch:012d}-{spec.attempt:04d}-{spec.index:04d}.delta"
-        container.pending.append(self.writer.submit(self._write_delta, name, fragment, spec, done))
+        container.pending.append(self.writer.submit(self._write_delta, name, fragment, spec))
 
-    def _write_delta(self, name: str, fragment: Fragment, spec: TaskSpec, done: dict[str, Any]) -> dict[str, Any]:
+    def _write_delta(self, name: str, fragment: Fragment, spec: TaskSpec) -> Written:
         meta, frame, data, file = delta_file(name, fragment.frame(), self.job_id, spec)
         self.store.put(name, data)
-        written = {**done, "file": file, "touched": sorted(map(int, meta["slices"]))}
-        if spec.copies:
-            written["pieces"] = cut((meta, frame), name, spec.copies, spec.attempt)
-        return written
+        touched = tuple(sorted(map(int, meta["slices"])))
+        delta = SealedDelta(epoch=spec.epoch, attempt=spec.attempt, file=file, touched=touched)
+        return Written(delta, cut((meta, frame), name, spec.copies, spec.attempt) if spec.copies else {})
 
-    def _seal_whole(self, stage: Stage, spec: TaskSpec, container: Container) -> None:
-        """The way of others, for comparison: everybody waits until all of the state is written."""
-        container.table.seal(spec.epoch)
-        whole = container.table.export(container.slices, spec.slices)
-        name = f"state/{spec.stage}/{spec.epoch:012d}-{spec.attempt:04d}-{spec.index:04d}.base"
-        _, _, data, file = delta_file(name, whole, self.job_id, spec)
-        self.store.put(name, data)
-        ready: Future[dict[str, Any]] = Future()
-        ready.set_result({"epoch": spec.epoch, "attempt": spec.attempt, "file": {**file, "kind": "base"}})
-        container.pending.append(ready)
-
-    def _written(self, container: Container, *, wait: bool) -> list[dict[str, Any]]:
+    def _written(self, container: Container, *, wait: bool) -> list[SealedDelta]:
+        """Deltas whose writing has finished. An error of the store surfaces here, in the next record."""
         out = []
         left = []
         deadline = time.monotonic() + FLUSH_WAIT_S
         for future in container.pending:
             if wait or future.done():
                 try:
-                    # An error of the store surfaces here, in the next record.
-                    written = dict(future.result(max(0.0, deadline - time.monotonic())))
-                    if pieces := written.pop("pieces", None):
-                        container.unsent.append(pieces)
-                    out.append(written)
+                    written = future.result(max(0.0, deadline - time.monotonic()))
+                    if written.pieces:
+                        container.unsent.append(written.pieces)
+                    out.append(written.delta)
                     continue
                 except TimeoutError:
                     if future.done():
@@ -771,17 +762,24 @@ class Worker:
             if sink is not None:
                 self._deliver(DEAD_LETTERS, sink, spec, part, frame, report)
             else:
-                report.tables[DEAD_LETTERS] = frame_bytes(frame.head(DEAD_LETTERS_MAX))
+                _output(report).tables[DEAD_LETTERS] = frame_bytes(frame.head(DEAD_LETTERS_MAX))
 
     def _deliver(self, id: str, sink: Any, spec: TaskSpec, part: str, frame: pl.DataFrame, report: TaskReport) -> None:
         if not frame.height:
             return
         if sink.collects:
-            report.tables[id] = frame_bytes(frame)
+            _output(report).tables[id] = frame_bytes(frame)
             return
         ref = sink.write_part(spec.epoch, spec.attempt, part, frame)
         if ref is not None:
-            report.parts[id] = ref
+            _output(report).parts[id] = ref
+
+
+def _output(report: TaskReport) -> TaskOutput:
+    """What the task made for the sinks."""
+    if report.output is None:
+        report.output = TaskOutput()
+    return report.output
 
 
 def read_manifest(store: Store, checkpoint: int) -> Manifest:
@@ -791,7 +789,7 @@ def read_manifest(store: Store, checkpoint: int) -> Manifest:
 
 def delta_file(
     name: str, frame: pl.DataFrame, job_id: str, spec: TaskSpec
-) -> tuple[dict[str, Any], pl.DataFrame, bytes, dict[str, Any]]:
+) -> tuple[dict[str, Any], pl.DataFrame, bytes, DeltaFile]:
     """A fragment as a file: its header, its rows sorted by slice, the bytes, and the descriptor for the manifest."""
     owned = [s for s, c in enumerate(spec.owners[spec.stage]) if c == spec.index]
     frame, index = sort_by_slice(frame, spec.slices)
@@ -806,22 +804,18 @@ def delta_file(
         "slices": {str(number): place for number, place in index.items()},
     }
     data = encode(meta, frame)
-    return (
-        meta,
-        frame,
-        data,
-        {
-            "name": name,
-            "stage": spec.stage,
-            "kind": "delta",
-            "epoch_from": spec.checkpoint,
-            "epoch_to": spec.epoch,
-            "slices": owned,
-            "rows": frame.height,
-            "bytes": len(data),
-            "checksum": checksum(data),
-        },
+    file = DeltaFile(
+        name=name,
+        stage=spec.stage,
+        kind="delta",
+        epoch_from=spec.checkpoint,
+        epoch_to=spec.epoch,
+        slices=tuple(owned),
+        rows=frame.height,
+        bytes=len(data),
+        checksum=checksum(data),
     )
+    return meta, frame, data, file
 
 
 def split_by_owner(
@@ -867,4 +861,4 @@ def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
 
 def task_error(error: PenstockError) -> TaskError:
     evidence = {k: v if isinstance(v, str | int | float | bool) else str(v) for k, v in error.evidence.items()}
-    return TaskError(type(error).__name__, error.message, error.remedy, evidence)
+    return TaskError(kind=type(error).__name__, message=error.message, remedy=error.remedy, evidence=evidence)

@@ -8,19 +8,21 @@ from penstock.control.controller import Controller
 
 
 def nodes(controller: Controller) -> tuple[dict[str, Any], ...]:
-    routing = controller.routing
-    suspects = {c for _, c in list(controller.suspects)}
+    routing = controller.routes.table
+    suspects = {c for _, c in list(controller.processes.suspects)}
     out = []
-    for node in list(controller.nodes.values()):
+    for node in list(controller.fleet.nodes.values()):
         containers = sorted(c for c, home in routing.homes.items() if home == node.name)
-        state = "leaving" if node.name in controller.leaving else "suspect" if suspects & set(containers) else "up"
+        state = (
+            "leaving" if node.name in controller.fleet.leaving else "suspect" if suspects & set(containers) else "up"
+        )
         out.append(
             {
                 "name": node.name,
                 "host": node.host,
                 "zone": node.zone,
                 "cores": node.cores,
-                "limit": controller.cores.get(node.name),
+                "limit": controller.fleet.cores.get(node.name),
                 "containers": containers,
                 "slices": sum(c in containers for owners in routing.owners.values() for c in owners),
                 "state": state,
@@ -40,18 +42,18 @@ def moves(controller: Controller, now: float) -> tuple[dict[str, Any], ...]:
             "since_s": round(now - m.since, 3),
             "cause": m.cause,
         }
-        for m in list(controller.migration.moves.values())
+        for m in list(controller.moves.by_slice.values())
     )
 
 
 def backups(controller: Controller) -> dict[str, Any]:
     """How many slices have all the backups that they should have, current at the last checkpoint."""
-    holders = controller.routing.holders
+    holders = controller.routes.table.holders
     if not holders:
         return {}
     current = 0
     for stage, slices in holders.items():
-        held = controller.holding(stage, range(controller.routing.instances[stage]))
+        held = controller.holders.holding(stage, range(controller.routes.table.instances[stage]))
         current += sum(bool(wanted) and set(wanted) <= set(held.get(s, ())) for s, wanted in enumerate(slices))
     total = sum(len(slices) for slices in holders.values())
     return {"r": controller.settings.backups, "slices_current": current, "slices_total": total}

@@ -39,7 +39,14 @@ from penstock import __version__ as VERSION
 from penstock.connectors.retrying import RetryingStore
 from penstock.connectors.store import FsspecStore
 from penstock.control.controller import Controller
-from penstock.control.events import Command, Event, NothingNew, PlanEpoch, PublishEpoch, Tick
+from penstock.control.events import (
+    Command,
+    Event,
+    NothingNew,
+    PlanEpoch,
+    PublishEpoch,
+    Tick,
+)
 from penstock.observe.journal_codec import PAYLOADS, from_json, is_plain, settled, sizes, to_json
 from penstock.state.store import Store
 

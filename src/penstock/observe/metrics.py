@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Any
 
-from penstock.control.events import TaskReport
 from penstock.control.load import shares
 from penstock.control.placement import hot_slices
+from penstock.control.records import TaskReport
 from penstock.ids import StageId
 from penstock.observe.status import JobStatus, OperatorStatus, hot_text, straggler_text
 
@@ -127,9 +127,9 @@ class Metrics:
         busy = self.busy_containers(self.status(controller, now))
         before = {(h["stage"], h["slice"]) for h in self.hot}
         found: list[dict[str, Any]] = []
-        routing = controller.routing
+        routing = controller.routes.table
         for stage, owners in routing.owners.items():
-            rates = controller.load.of(stage, routing.slices)
+            rates = controller.balance.load.of(stage, routing.slices)
             if rates is None:
                 continue
             share = shares(rates, owners, {c: b for (s, c), b in busy.items() if s == stage})
@@ -221,11 +221,13 @@ class Metrics:
         operators = []
         for id, (kind, names) in self.kinds.items():
             s = self.stages[id]
-            instances = controller.routing.instances.get(id, 1)
-            working = len(set(getattr(controller.routing, "owners", {}).get(id, range(instances))))
+            instances = controller.routes.table.instances.get(id, 1)
+            working = len(set(getattr(controller.routes.table, "owners", {}).get(id, range(instances))))
             samples = list(s.recent)
             width = max(now - samples[0][0], 0.001) if samples else 1.0
-            queue = sum(1 for r in list(controller.in_flight.values()) if id not in r.done and id not in r.running)
+            queue = sum(
+                1 for r in list(controller.epochs.in_flight.values()) if id not in r.done and id not in r.running
+            )
             operators.append(
                 OperatorStatus(
                     id,
@@ -246,17 +248,17 @@ class Metrics:
                     working,
                 )
             )
-        marks = [w for w in list(controller.watermarks.values()) if abs(w) < 2**62]
+        marks = [w for w in list(controller.watermarks.marks.values()) if abs(w) < 2**62]
         return JobStatus(
             self.job,
             self.flow,
             self.engine,
             controller.phase,
-            controller.published,
-            controller.committed,
+            controller.epochs.published,
+            controller.checkpoints.committed,
             self.checkpoint_bytes,
             self.checkpoints,
-            len(controller.in_flight),
+            len(controller.epochs.in_flight),
             self.rows,
             sum(e["rows"] for e in recent[1:]) / span if span else 0.0,
             median(times) if times else 0.0,
@@ -266,9 +268,9 @@ class Metrics:
             sum(o.state_bytes for o in operators),
             self.dead,
             sum(o.late for o in operators),
-            controller.recoveries,
-            controller.routing.slices,
-            controller.routing.version,
+            controller.attempts.recoveries,
+            controller.routes.table.slices,
+            controller.routes.table.version,
             now - self.began if self.began else 0.0,
             _iso(min(marks)) if marks else None,
             None,

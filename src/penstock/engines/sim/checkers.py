@@ -14,7 +14,12 @@ from typing import Any
 import polars as pl
 
 from penstock.control.controller import Controller
-from penstock.control.events import CoresRequested, Event, MoveRequested, RescaleRequested
+from penstock.control.events import (
+    CoresRequested,
+    Event,
+    MoveRequested,
+    RescaleRequested,
+)
 from penstock.engines.task import Container
 from penstock.state.backup import COMMITS_KEPT, Backups
 from penstock.state.hashing import slice_of
@@ -242,7 +247,7 @@ class Answered:
             return
         match event:
             case MoveRequested():
-                moves, owners = c.migration.moves, c.routing.owners[event.stage]
+                moves, owners = c.moves.by_slice, c.routes.table.owners[event.stage]
                 for number, target in event.targets.items():
                     move = moves.get((event.stage, number))
                     there = move.target if move else owners[number] if number < len(owners) else None
@@ -252,13 +257,13 @@ class Answered:
                             f"slice {number} of '{event.stage}' was to go to {target}, and nobody says why it does not",
                         )
             case RescaleRequested():
-                waits = event.stage in c.resizes or any(stage == event.stage for stage, _ in c.rescales)
-                if not waits and c.routing.instances[event.stage] != event.instances and not c.cores:
+                waits = event.stage in c.resizes.wanted
+                if not waits and c.routes.table.instances[event.stage] != event.instances and not c.fleet.cores:
                     raise Violation(
                         self.name, f"'{event.stage}' was to have {event.instances} instances, and nobody says why not"
                     )
             case CoresRequested():
-                if c.cores.get(event.node) != event.cores:
+                if c.fleet.cores.get(event.node) != event.cores:
                     raise Violation(self.name, f"{event.cores} cores of {event.node}, and nobody says why not")
 
 

@@ -22,16 +22,15 @@ from penstock.control.events import (
     Event,
     Flush,
     Flushed,
-    NodeInfo,
     NodesChanged,
     RunStage,
     StageDone,
     StageFailed,
     Stuck,
-    TaskReport,
     WarmedUp,
     WarmUp,
 )
+from penstock.control.records import NodeInfo, TaskReport
 from penstock.control.routing import RoutingTable
 from penstock.engines.keeper import Keeper
 from penstock.engines.local import flush_specs, task_specs
@@ -275,7 +274,7 @@ class SimEngine:
             now = {node.name: node for node in self.cluster.alive()}
             if not self.gone and now.keys() != self.known.keys():
                 self.known = now
-                self.post(NodesChanged(self.cluster.schedule.now, self.nodes()))
+                self.post(NodesChanged(now=self.cluster.schedule.now, nodes=self.nodes()))
 
         r = self.cluster.random
         self.cluster.schedule.after(r.uniform(0.0, 0.6), see)
@@ -319,29 +318,36 @@ class SimEngine:
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
-    def run_stage(self, command: RunStage, routing: RoutingTable, splits: list[dict[str, Any]]) -> None:
+    def run_stage(self, command: RunStage, splits: list[dict[str, Any]]) -> None:
         self._new_attempt(command.attempt)
         c = self.cluster
-        specs = task_specs(command, c.plan, routing, splits, "dead_letter")
+        specs = task_specs(command, c.plan, splits, "dead_letter")
 
         def done(reports: tuple[TaskReport, ...]) -> Event:
-            return StageDone(c.schedule.now, command.epoch, command.stage, command.attempt, reports, 1.0)
+            return StageDone(
+                now=c.schedule.now,
+                epoch=command.epoch,
+                stage=command.stage,
+                attempt=command.attempt,
+                reports=reports,
+                elapsed_ms=1.0,
+            )
 
-        job = JobRun(command.epoch, command.stage, command.attempt, len(specs), done, receives=command.receives)
-        homes = routing.homes
+        job = JobRun(command.epoch, command.stage, command.attempt, len(specs), done, receives=command.peers.receives)
+        homes = command.routing.homes
         if c.plan.by_id[command.stage].source is not None:  # a split is read where its container is
             homes = {k: homes[container] for k, container in enumerate(command.containers) if container in homes}
         self._launch(job, specs, homes, self._run_task)
 
-    def flush(self, command: Flush, routing: RoutingTable) -> None:
+    def flush(self, command: Flush) -> None:
         c = self.cluster
-        specs = flush_specs(command, c.plan, routing)
+        specs = flush_specs(command, c.plan)
 
         def done(reports: tuple[TaskReport, ...]) -> Event:
-            return Flushed(c.schedule.now, command.epoch, command.attempt, reports)
+            return Flushed(now=c.schedule.now, epoch=command.epoch, attempt=command.attempt, reports=reports)
 
         job = JobRun(command.epoch, "flush", command.attempt, len(specs), done)
-        self._launch(job, specs, routing.homes, self._flush_task)
+        self._launch(job, specs, command.routing.homes, self._flush_task)
 
     def prepare(self, routing: RoutingTable) -> None:
         pass
@@ -350,7 +356,9 @@ class SimEngine:
         c = self.cluster
         c.schedule.after(
             c.duration() * 3,
-            lambda: self._answer(lambda: WarmedUp(c.schedule.now, command.stage, command.containers)),
+            lambda: self._answer(
+                lambda: WarmedUp(now=c.schedule.now, stage=command.stage, containers=command.containers)
+            ),
         )
 
     def compact(self, command: Compact, run: Callable[[Merging], Event]) -> None:
@@ -459,8 +467,16 @@ class SimEngine:
         def notice() -> None:
             if job.over or self.gone:
                 return
-            names = StageId(spec.stage), Epoch(job.epoch), Attempt(job.attempt)
-            self.post(Stuck(c.schedule.now, *names, (spec.index,), 1.0))
+            self.post(
+                Stuck(
+                    now=c.schedule.now,
+                    stage=StageId(spec.stage),
+                    epoch=Epoch(job.epoch),
+                    attempt=Attempt(job.attempt),
+                    containers=(spec.index,),
+                    seconds=1.0,
+                )
+            )
             c.schedule.after(1.0, notice)
 
         c.schedule.after(c.random.uniform(0.5, 1.5), notice)
@@ -488,8 +504,13 @@ class SimEngine:
         self.running.remove(job)
         c = self.cluster
         c.tell("job", f"{job} failed: {reason}")
-        names = Epoch(job.epoch), StageId(job.stage), Attempt(job.attempt)
-        event = lambda: StageFailed(c.schedule.now, *names, reason)  # noqa: E731
+        event = lambda: StageFailed(
+            now=c.schedule.now,
+            epoch=Epoch(job.epoch),
+            stage=StageId(job.stage),
+            attempt=Attempt(job.attempt),
+            reason=reason,
+        )  # noqa: E731
         c.schedule.after(notice, lambda: self._answer(event))
 
     def _abandon(self, job: JobRun) -> None:

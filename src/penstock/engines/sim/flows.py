@@ -17,7 +17,6 @@ import polars as pl
 
 from penstock.config import Config
 from penstock.connectors.base import Sink, Source
-from penstock.control.epochs import Baseline
 from penstock.flow import Flow, Stream
 from penstock.operators.aggregates import count, max, sum
 from penstock.operators.custom import Emit, Operator
@@ -96,8 +95,8 @@ class Scenario:
             r.randint(1, 4),
         )
 
-    def config(self, r: random.Random) -> tuple[Config, Baseline]:
-        """Settings for one start of the job, and now and then the ways of others; different ones at the next."""
+    def config(self, r: random.Random) -> Config:
+        """Settings for one start of the job; different ones at the next."""
         # What a seed means depends on the order of the draws.
         config = Config(
             slices=self.slices,
@@ -114,8 +113,8 @@ class Scenario:
             backups=r.choice([0, 1, 1, 2]),
             placement="chained" if r.random() < 0.5 else "ring",
         )
-        baseline = Baseline(stop_and_copy=r.random() < 0.15)
-        return config.replace(move_timeout_s=r.choice([1.0, 600.0])), baseline
+        r.random()  # DIGEST
+        return config.replace(move_timeout_s=r.choice([1.0, 600.0]))
 
 
 def _input(r: random.Random, count: int, keys: int, quiet_at: float) -> Input:

@@ -14,7 +14,9 @@ import polars as pl
 
 from penstock.config import Config
 from penstock.connectors.sinks import MemorySink
-from penstock.control.events import Tick
+from penstock.control.events import (
+    Tick,
+)
 from penstock.engines.local import LocalEngine
 from penstock.engines.runtime import Runtime
 from penstock.engines.sim.checkers import canonical
@@ -92,7 +94,7 @@ def run_undisturbed(
     )
     runtime._start()
     while not runtime.reason and runtime.error is None:
-        runtime.handle(Tick(0.0) if runtime.events.empty() else runtime.events.get())
+        runtime.handle(Tick(now=0.0) if runtime.events.empty() else runtime.events.get())
     if runtime.error is not None:
         raise runtime.error
     runtime._close()

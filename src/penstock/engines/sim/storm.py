@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.control.controller import Controller
-from penstock.control.epochs import Baseline
 from penstock.control.events import (
     CancelMovesRequested,
     CoresRequested,
@@ -140,7 +139,7 @@ class Storm:
             case "cancel":
                 self._cancel(c)
             case "rebalance":
-                self._give("rebalance", lambda job: job.rebalance(), RebalanceRequested(self._now))
+                self._give("rebalance", lambda job: job.rebalance(), RebalanceRequested(now=self._now))
             case "cores":
                 self._cores(c)
             case "leave":
@@ -170,33 +169,33 @@ class Storm:
                 raise Violation("answered", f"{what}: refused without a reason or a remedy: {error}") from error
 
     def _rescale(self, c: Controller) -> None:
-        r, routing = self.random, c.routing
+        r, routing = self.random, c.routes.table
         stage = r.choice(sorted(routing.owners if r.random() < 0.85 else routing.instances))
-        instances = r.randint(1, len(c.nodes) + 2)
+        instances = r.randint(1, len(c.fleet.nodes) + 2)
         most = routing.slices if stage in routing.owners else instances
-        event = RescaleRequested(self._now, stage, min(instances, most))
+        event = RescaleRequested(now=self._now, stage=stage, instances=min(instances, most))
         self._give(f"rescale: '{stage}' to {instances}", lambda job: job.rescale(stage, instances), event)
 
     def _keyed(self, c: Controller) -> tuple[StageId, list[int]]:
         r = self.random
-        slices = r.sample(range(c.routing.slices), r.randint(1, min(4, c.routing.slices)))
-        return r.choice(sorted(c.routing.owners)), slices
+        slices = r.sample(range(c.routes.table.slices), r.randint(1, min(4, c.routes.table.slices)))
+        return r.choice(sorted(c.routes.table.owners)), slices
 
     def _move(self, c: Controller, times: int) -> None:
         """To containers that there are; twice: the same slices to two of them, one order upon the other."""
         stage, slices = self._keyed(c)
         for _ in range(times):
-            self._send(stage, slices, self.random.randrange(c.routing.instances[stage]))
+            self._send(stage, slices, self.random.randrange(c.routes.table.instances[stage]))
 
     def _move_anywhere(self, c: Controller) -> None:
         """To a container that may be vacant, homeless, or not there at all; of slices that may not be there."""
         stage, slices = self._keyed(c)
         if self.random.random() < 0.2:
-            slices = [*slices, c.routing.slices + 1]
-        self._send(stage, slices, self.random.randint(-1, c.routing.instances[stage] + 2))
+            slices = [*slices, c.routes.table.slices + 1]
+        self._send(stage, slices, self.random.randint(-1, c.routes.table.instances[stage] + 2))
 
     def _send(self, stage: StageId, slices: list[int], target: int) -> None:
-        event = MoveRequested(self._now, stage, dict.fromkeys(slices, target))
+        event = MoveRequested(now=self._now, stage=stage, targets=dict.fromkeys(slices, target))
         what = f"move: slices {slices} of '{stage}' to {target}"
         self._give(what, lambda job: job.migrate(stage, slices, target), event)
 
@@ -204,28 +203,28 @@ class Storm:
         r = self.random
         stage, slices = self._keyed(c)
         if r.random() < 0.25:
-            self._give("cancel: all", lambda job: job.cancel_moves(), CancelMovesRequested(self._now))
+            self._give("cancel: all", lambda job: job.cancel_moves(), CancelMovesRequested(now=self._now))
             return
         of, some = r.choice([None, stage]), r.choice([None, tuple(slices), tuple(slices)])
         what = f"cancel: slices {some or 'all'} of {of or 'every stage'}"
-        self._give(what, None, CancelMovesRequested(self._now, of, some))
+        self._give(what, None, CancelMovesRequested(now=self._now, stage=of, slices=some))
 
     def _cores(self, c: Controller) -> None:
         r = self.random
-        node = r.choice([*sorted(c.nodes), "nobody"])
-        cores = r.randint(1, (c.nodes[node].cores if node in c.nodes else 1) + (r.random() < 0.2))
-        event = CoresRequested(self._now, node, cores)
+        node = r.choice([*sorted(c.fleet.nodes), "nobody"])
+        cores = r.randint(1, (c.fleet.nodes[node].cores if node in c.fleet.nodes else 1) + (r.random() < 0.2))
+        event = CoresRequested(now=self._now, node=node, cores=cores)
         self._give(f"cores: {cores} of node {node}", lambda job: job.set_cores(node, cores), event)
 
     def _leave(self, c: Controller) -> None:
-        names = self.random.sample(sorted(c.nodes), min(len(c.nodes), self.random.choice([1, 1, 1, 2])))
-        event = LeaveRequested(self._now, tuple(names))
+        names = self.random.sample(sorted(c.fleet.nodes), min(len(c.fleet.nodes), self.random.choice([1, 1, 1, 2])))
+        event = LeaveRequested(now=self._now, nodes=tuple(names))
         self._give(f"leave: {', '.join(names)}", lambda job: job.scale_in(names), event)
 
     def _invite(self) -> None:
         """Somebody asks for another node, which comes, or does not."""
         r, cluster = self.random, self.world.cluster
-        self._give("invite: one node", None, NodesInvited(self._now, 1))
+        self._give("invite: one node", None, NodesInvited(now=self._now, count=1))
         if len(cluster.nodes) < NODES_MAX and r.random() < 0.8:
             node = self.world.new_node(len(cluster.nodes), r.choice([1, 2]))
             node.up = False
@@ -246,7 +245,7 @@ class Storm:
         self.kills += 1
         self.world.crash(node)
         c = self._controller()
-        there = [n for n, home in c.routing.homes.items() if home == name] if c is not None else []
+        there = [n for n, home in c.routes.table.homes.items() if home == name] if c is not None else []
         if c is None or c.phase == "starting" or not there or self.random.random() < 0.3:
             return
         for _ in range(2):
@@ -261,16 +260,14 @@ def at_rest(c: Controller) -> bool:
 
 def _unrest(c: Controller) -> str:
     """What is still going on."""
-    live = c.settings.live
     going = {
-        "moves": list(map(str, c.migration.moves.values())),
-        "handed over": len(c.handed),
-        "resizes": dict(c.resizes),
-        "rescales": list(c.rescales),
-        "warming": sorted(c.warming),
-        "to spread": sorted(c.respread) if live else [],
-        "to leave": sorted(c.leaving - c.released),
-        "recovering": c.recovering,
+        "moves": list(map(str, c.moves.by_slice.values())),
+        "handed over": len(c.moves.in_phase("handover")),
+        "resizes": dict(c.resizes.wanted),
+        "warming": sorted(c.processes.warming),
+        "to spread": sorted(c.balance.reasons),
+        "to leave": sorted(c.fleet.leaving - c.fleet.released),
+        "recovering": c.attempts.recovering,
     }
     return ", ".join(f"{name}: {value}" for name, value in going.items() if value)
 
@@ -279,18 +276,17 @@ def scenario_of(seed: int) -> Scenario:
     return stormy(Scenario.draw(seed), random.Random(f"penstock storm scenario {seed}"))
 
 
-def config_of(config: Config, faults: Faults, r: random.Random) -> tuple[Config, Baseline]:
-    """Settings under which orders matter: live moves for the most part, checkpoints often, no early end."""
+def config_of(config: Config, faults: Faults, r: random.Random) -> Config:
+    """Settings under which orders matter: checkpoints often, no early end."""
     # What a seed means depends on the order of the draws.
     config = config.replace(epoch_rows=r.choice([8, 15, 30]), checkpoint_interval_s=r.choice([0.0, 0.2, 0.5, 1.0]))
-    baseline = Baseline(stop_and_copy=r.random() < 0.1)
-    config = config.replace(
+    r.random()  # DIGEST
+    return config.replace(
         backups=r.choice([0, 1, 1, 2]),
         epochs_max=None,
         # A target whose disk fails gives up its copy for good: such a move ends when its time is up, not before.
         move_timeout_s=r.choice([1.0, 3.0] if faults.spill_fails else [1.0, 600.0]),
     )
-    return config, baseline
 
 
 __all__ = ["ORDERS", "SimJob", "Storm", "at_rest", "config_of", "scenario_of"]

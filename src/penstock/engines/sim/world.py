@@ -19,7 +19,6 @@ import msgspec
 import xxhash
 
 from penstock.config import Config
-from penstock.control.epochs import Baseline
 from penstock.control.events import (
     CancelAll,
     CancelMovesRequested,
@@ -86,7 +85,6 @@ class Driver(Runtime):
         self,
         world: World,
         config: Config,
-        baseline: Baseline,
         make_engine: Callable[[str], Engine],
         store: Store,
     ) -> None:
@@ -108,7 +106,6 @@ class Driver(Runtime):
             trip=world.at_step,
             pool=self._pool,
             unique=world.unique,
-            baseline=baseline,
         )
 
     def _pool(self, name: str) -> Executor:
@@ -133,7 +130,7 @@ class Driver(Runtime):
             self.store_changed(away, "away on purpose")
 
     def _ahead(self, epoch: int) -> bool:
-        run = self.controller.in_flight.get(Epoch(epoch)) if self.controller is not None else None
+        run = self.controller.epochs.in_flight.get(Epoch(epoch)) if self.controller is not None else None
         return run is not None and run.ahead
 
     def post(self, event: Event) -> None:
@@ -169,7 +166,7 @@ class Driver(Runtime):
         if self.dead:
             return
         if not self.inbox:
-            self.post(Tick(self.clock()))
+            self.post(Tick(now=self.clock()))
         self.world.schedule.after(TICK_S, self.tick)
 
     def die(self) -> None:
@@ -269,7 +266,7 @@ class World:
         assert self.driver is not None and self.driver.controller is not None
         store = self.disk.memory
         kept = [Manifest.from_bytes(store.get(name), name) for name in store.list("manifests/")]
-        needed = frozenset(self.driver.controller.manifest.names() | self.driver.merged).union(
+        needed = frozenset(self.driver.controller.checkpoints.manifest.names() | self.driver.merged).union(
             *(m.names() for m in kept)
         )
         oldest = min(m.epoch for m in kept)
@@ -330,13 +327,13 @@ class World:
                 detail = f" '{command.stage}' of epoch {command.epoch} (attempt {command.attempt})"
                 detail += f" from checkpoint {command.checkpoint}" + (", sealing" if command.seal else "")
                 detail += f", on {command.containers}" if command.containers else ""
-                detail += f", handing over {command.handover}" if command.handover else ""
+                detail += f", handing over {command.peers.handover}" if command.peers.handover else ""
             case CancelAll():
                 self.recoveries += 1
                 self.checkers.bounded_growth.on_failure()
                 detail = f": attempt {command.attempt}"
-                if self._calm() and command.cause.startswith("failure: "):
-                    self.checkers.progress.on_recovery(command.cause)
+                if self._calm() and command.reason:
+                    self.checkers.progress.on_recovery(command.reason)
             case ReleaseNodes():
                 detail = f": {', '.join(command.nodes)}"
             case WarmUp():
@@ -363,9 +360,9 @@ class World:
             self.schedule.after(self.store_held() + 0.01, self.start_driver)
             return
         self.starts += 1
-        config, baseline = self.scenario.config(self.random)
+        config = self.scenario.config(self.random)
         if self.stormy:
-            config, baseline = config_of(config, self.faults, self.random)
+            config = config_of(config, self.faults, self.random)
         if self.faults.torn:  # there must be an older checkpoint to go back to
             config = config.replace(checkpoint_interval_s=0.1, manifests_kept=config.manifests_kept + 1)
         if self.seed % JOURNAL_EVERY:
@@ -382,7 +379,7 @@ class World:
             made.ahead = driver._ahead
             return made
 
-        self.driver = driver = Driver(self, config, baseline, engine, self._view(dies=True))
+        self.driver = driver = Driver(self, config, engine, self._view(dies=True))
         try:
             driver._start()
         except (PenstockError, OSError) as error:
@@ -404,7 +401,7 @@ class World:
         driver.die()
         self.driver = None
         assert driver.controller is not None or driver.error is not None
-        if driver.reason == "complete" and driver.controller is not None and driver.controller.final:
+        if driver.reason == "complete" and driver.controller is not None and driver.controller.epochs.final:
             self.complete = True
         else:
             self.schedule.after(self.random.uniform(0.01, 0.5), self.start_driver)
@@ -480,10 +477,10 @@ class World:
         if self.driver is not None and self.driver.controller is not None:
             keyed = [s for s in self.plan.stages if s.keyed is not None]
             stage = self.random.choice(keyed if self.random.random() < 0.8 else self.plan.stages).id
-            now = self.driver.controller.routing.instances[stage]
+            now = self.driver.controller.routes.table.instances[stage]
             instances = self.random.choice([n for n in range(1, 5) if n != now])
             self.tell("world", f"rescale '{stage}' to {instances}")
-            self.driver.post(RescaleRequested(self.schedule.now, StageId(stage), instances))
+            self.driver.post(RescaleRequested(now=self.schedule.now, stage=StageId(stage), instances=instances))
 
     def _move(self) -> None:
         """Somebody moves slices, spreads them, or calls it all off."""
@@ -492,31 +489,31 @@ class World:
             return
         r, now = self.random, self.schedule.now
         stage = r.choice([s for s in self.plan.stages if s.stateful]).id
-        routing = driver.controller.routing
+        routing = driver.controller.routes.table
         what = r.random()
         if what < 0.07:
             self.tell("world", "cancel moves")
-            driver.post(CancelMovesRequested(now))
+            driver.post(CancelMovesRequested(now=now))
         elif what < 0.25:
             self.tell("world", "rebalance")
-            driver.post(RebalanceRequested(now))
+            driver.post(RebalanceRequested(now=now))
         else:
             slices = r.sample(range(routing.slices), r.randint(1, min(4, routing.slices)))
             target = r.randrange(routing.instances[StageId(stage)])
             self.tell("world", f"move slices {slices} of '{stage}' to {target}")
-            driver.post(MoveRequested(now, StageId(stage), dict.fromkeys(slices, target)))
+            driver.post(MoveRequested(now=now, stage=StageId(stage), targets=dict.fromkeys(slices, target)))
 
     def _leave(self) -> None:
         driver = self.driver
-        if driver is not None and driver.controller is not None and driver.controller.nodes:
-            node = self.random.choice(sorted(driver.controller.nodes))
+        if driver is not None and driver.controller is not None and driver.controller.fleet.nodes:
+            node = self.random.choice(sorted(driver.controller.fleet.nodes))
             self.tell("world", f"let node {node} go")
-            driver.post(LeaveRequested(self.schedule.now, (node,)))
+            driver.post(LeaveRequested(now=self.schedule.now, nodes=(node,)))
 
     def _stop(self) -> None:
         if self.driver is not None and self.driver.controller is not None:
             self.tell("world", "stop")
-            self.driver.post(StopRequested(self.schedule.now))
+            self.driver.post(StopRequested(now=self.schedule.now))
 
     def _die(self) -> None:
         if self.driver is not None:

@@ -30,16 +30,15 @@ from penstock.control.events import (
     Event,
     Flush,
     Flushed,
-    NodeInfo,
     NodesChanged,
     RunStage,
     StageDone,
     StageFailed,
     Stuck,
-    TaskReport,
     WarmedUp,
     WarmUp,
 )
+from penstock.control.records import NodeInfo, TaskReport
 from penstock.control.routing import RoutingTable
 from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.merging import MergeAside, Merging
@@ -386,7 +385,7 @@ class SparkEngine:
             if self.admission is not None and self.executors.keys() - found.keys():
                 self.admission.lost(time.monotonic())
             self.executors = found
-            self.post(NodesChanged(time.monotonic(), self.nodes() if found else (), reason))
+            self.post(NodesChanged(now=time.monotonic(), nodes=self.nodes() if found else (), reason=reason))
             return True
 
     def _look_for_asked(self) -> None:
@@ -416,8 +415,16 @@ class SparkEngine:
             if any((stage, i, job.slots[i]) not in self.seen for i in silent) and now - job.began < START_S:
                 continue  # a process that is being started
             job.began = now  # said once; again if it goes on
-            names = StageId(stage), Epoch(epoch), Attempt(attempt)
-            self.post(Stuck(now, *names, tuple(sorted(silent)), self.config.hang_s))
+            self.post(
+                Stuck(
+                    now=now,
+                    stage=StageId(stage),
+                    epoch=Epoch(epoch),
+                    attempt=Attempt(attempt),
+                    containers=tuple(sorted(silent)),
+                    seconds=self.config.hang_s,
+                )
+            )
 
     # -- placement -------------------------------------------------------------------------------------------------
 
@@ -474,13 +481,11 @@ class SparkEngine:
 
     # -- commands --------------------------------------------------------------------------------------------------
 
-    def run_stage(self, command: RunStage, routing: RoutingTable, splits: list[dict[str, Any]]) -> None:
-        self.pool.submit(
-            self._guard, command.epoch, command.stage, command.attempt, self._run, command, routing, splits
-        )
+    def run_stage(self, command: RunStage, splits: list[dict[str, Any]]) -> None:
+        self.pool.submit(self._guard, command.epoch, command.stage, command.attempt, self._run, command, splits)
 
-    def flush(self, command: Flush, routing: RoutingTable) -> None:
-        self.pool.submit(self._guard, command.epoch, StageId("flush"), command.attempt, self._flush, command, routing)
+    def flush(self, command: Flush) -> None:
+        self.pool.submit(self._guard, command.epoch, StageId("flush"), command.attempt, self._flush, command)
 
     def prepare(self, routing: RoutingTable) -> None:
         """Start the Python workers of all stages at once, rather than one stage after another in the first epoch."""
@@ -491,7 +496,7 @@ class SparkEngine:
     def warm_up(self, command: WarmUp) -> None:
         def work() -> None:
             self._warm(command.stage, command.containers, command.homes)
-            self.post(WarmedUp(time.monotonic(), command.stage, command.containers))
+            self.post(WarmedUp(now=time.monotonic(), stage=command.stage, containers=command.containers))
 
         self.pool.submit(work)
 
@@ -559,7 +564,14 @@ class SparkEngine:
         except Exception as error:
             reason = private.short_reason(error)
             self._look_again(reason)  # who decides what to do next should know who is there
-            event = StageFailed(time.monotonic(), epoch, stage, attempt, reason, private.failed_on(error))
+            event = StageFailed(
+                now=time.monotonic(),
+                epoch=epoch,
+                stage=stage,
+                attempt=attempt,
+                reason=reason,
+                node=private.failed_on(error),
+            )
         with self.lock:
             self.jobs.pop((epoch, stage, attempt), None)
             self.under_way[attempt] -= 1
@@ -576,24 +588,24 @@ class SparkEngine:
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
-    def _run(self, command: RunStage, routing: RoutingTable, splits: list[dict[str, Any]]) -> Event:
+    def _run(self, command: RunStage, splits: list[dict[str, Any]]) -> Event:
         began = time.monotonic()
         self._new_attempt(command.attempt)
         stage = self.plan.by_id[command.stage]
         warming = self.warming.pop(stage.id, None)
         if warming is not None:
             warming.result()
-        offsets, partitions = self._numbering(routing)
-        specs = task_specs(command, self.plan, routing, splits, self.on_error)
+        offsets, partitions = self._numbering(command.routing)
+        specs = task_specs(command, self.plan, splits, self.on_error)
         containers = command.containers[: len(specs)]
         read = {c: (s.index, s.split) for c, s in zip(containers, specs, strict=True)} if stage.source else {}
         job = JobSpec("run", {command.stage: specs[0]}, offsets, read)
         self.jvm.job_group(self._group(command.attempt), f"stage-{stage.index}", msgspec.json.encode(job).decode())
-        slots = {s.index: self._node(routing.homes, c) for s, c in zip(specs, containers, strict=True)}
+        slots = {s.index: self._node(command.routing.homes, c) for s, c in zip(specs, containers, strict=True)}
         with self.lock:
             self.jobs[command.epoch, command.stage, command.attempt] = Running(time.monotonic(), slots)
-        tasks = self._tasks(stage, command, containers, routing, offsets)
-        if stage.outs or command.sends:
+        tasks = self._tasks(stage, command, containers, offsets)
+        if stage.outs or command.peers.sends:
             shuffled = self.jvm.shuffle(tasks, partitions)
             shuffle_id = self.jvm.run_to_shuffle(shuffled)
             with self.lock:
@@ -603,18 +615,24 @@ class SparkEngine:
         reports = self._collect(command.stage, command.epoch, command.attempt, len(specs))
         self.seen |= {(stage.id, i, node) for i, node in slots.items()}
         elapsed = (time.monotonic() - began) * 1000
-        return StageDone(time.monotonic(), command.epoch, command.stage, command.attempt, reports, elapsed)
+        return StageDone(
+            now=time.monotonic(),
+            epoch=command.epoch,
+            stage=command.stage,
+            attempt=command.attempt,
+            reports=reports,
+            elapsed_ms=elapsed,
+        )
 
     def _tasks(
         self,
         stage: Stage,
         command: RunStage,
         indices: Sequence[int],
-        routing: RoutingTable,
         offsets: Mapping[str, int],
     ) -> Any:
         """One RDD for each slot, united. Those of a source are made once: nothing of an epoch is in them."""
-        nodes = [self._node(routing.homes, i) for i in indices]
+        nodes = [self._node(command.routing.homes, i) for i in indices]
         key = (stage.id, tuple(zip(indices, nodes, strict=True)))
         if stage.source is not None:
             with self.lock:
@@ -627,7 +645,7 @@ class SparkEngine:
             return tasks
         with self.lock:
             ups = [self.outputs[command.epoch, up] for up in dict.fromkeys(e.upstream for e in stage.ins)]
-            if command.receives:
+            if command.peers.receives:
                 ups.append(self.outputs[command.epoch - 1, stage.id])
         blobs = self.jvm.blobs(self.jvm.together([u.shuffled for u in ups]))
         numbers = [offsets[stage.id] + i for i in indices]
@@ -640,18 +658,18 @@ class SparkEngine:
         slots = [self._slot(stage.id, i, n) for i, n in zip(indices, nodes, strict=True)]
         return self.jvm.union([self.jvm.python(p, slot) for p, slot in zip(parents, slots, strict=True)])
 
-    def _flush(self, command: Flush, routing: RoutingTable) -> Event:
-        specs = flush_specs(command, self.plan, routing)
+    def _flush(self, command: Flush) -> Event:
+        specs = flush_specs(command, self.plan)
         job = JobSpec("flush", {s.stage: s for s in specs}, {})
         self.jvm.job_group(self._group(command.attempt), "flush", msgspec.json.encode(job).decode())
-        tasks = [self._alone(s.stage, s.index, self._node(routing.homes, s.index)) for s in specs]
+        tasks = [self._alone(s.stage, s.index, self._node(command.routing.homes, s.index)) for s in specs]
         if tasks:
             self.jvm.union(tasks).count()
         reports: tuple[TaskReport, ...] = ()
         for stage in dict.fromkeys(s.stage for s in specs):
             count = sum(s.stage == stage for s in specs)
             reports += self._collect(stage, command.epoch, command.attempt, count)
-        return Flushed(time.monotonic(), command.epoch, command.attempt, reports)
+        return Flushed(now=time.monotonic(), epoch=command.epoch, attempt=command.attempt, reports=reports)
 
     def _numbering(self, routing: RoutingTable) -> tuple[dict[str, int], int]:
         """Stage -> number of its first container among all containers, and how many there are."""

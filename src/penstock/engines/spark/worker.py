@@ -19,7 +19,7 @@ import msgspec
 from pyspark.accumulators import Accumulator, AccumulatorParam
 
 from penstock.connectors.spill import open_spill
-from penstock.control.events import TaskReport
+from penstock.control.records import TaskReport
 from penstock.engines.keeper import Keeper
 from penstock.engines.spark import slots
 from penstock.engines.task import TaskSpec, Worker, read_manifest

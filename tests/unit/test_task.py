@@ -37,7 +37,17 @@ class Rig:
 
     def spec(self, stage: str, epoch: int, **changes: Any) -> TaskSpec:
         owners = changes.pop("owners", [0] * SLICES)
-        base = TaskSpec(stage=stage, epoch=epoch, attempt=1, index=0, checkpoint=0, seal=False, slices=SLICES, owners={"count": owners}, instances={"count": max(owners) + 1})
+        base = TaskSpec(
+            stage=stage,
+            epoch=epoch,
+            attempt=1,
+            index=0,
+            checkpoint=0,
+            seal=False,
+            slices=SLICES,
+            owners={"count": owners},
+            instances={"count": max(owners) + 1},
+        )
         base = msgspec.structs.replace(base, watermark_before=NEVER, watermark=NEVER)
         return msgspec.structs.replace(base, **changes)
 

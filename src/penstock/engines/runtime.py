@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -641,7 +641,8 @@ class Runtime:
             case RunStage():
                 self._run_stage(command)
             case PublishEpoch():
-                self._submit(self.publisher, self._publish, command)
+                made = self.outputs.pop(command.epoch, {})
+                self._submit(self.publisher, lambda command: self._publish(command, made), command)
             case Flush():
                 self.engine.flush(command)
             case WriteManifest():
@@ -758,9 +759,9 @@ class Runtime:
         self.trip("after-log")
         self.post(EpochLogged(now=self.clock(), epoch=command.epoch, attempt=command.attempt))
 
-    def _publish(self, command: PublishEpoch) -> None:
+    def _publish(self, command: PublishEpoch, made: Mapping[tuple[str, int], TaskOutput]) -> None:
+        """``made``: (stage, task) -> what it made for the sinks."""
         self.trip("before-publish")
-        made = self.outputs.get(command.epoch, {})
         outputs = [made[key] for key in sorted(made, key=lambda key: (self.plan.by_id[StageId(key[0])].index, key[1]))]
         for id, node in self.plan.sinks.items():
             sink = node.sink
@@ -877,16 +878,14 @@ class Runtime:
     def _take_outputs(self, event: Event) -> None:
         """Keep what tasks made for the sinks. Control does not see it."""
         assert self.controller is not None
-        match event:
-            case StageDone():
-                epoch = event.epoch if event.attempt == self.controller.attempts.current else None
-                known = epoch in self.controller.epochs.in_flight
-                for report in event.reports:
-                    if report.output is not None and epoch is not None and known:
-                        self.outputs.setdefault(epoch, {})[report.stage, report.index] = report.output
-                    report.output = None
-            case EpochPublished():
-                self.outputs.pop(event.epoch, None)
+        if not isinstance(event, StageDone):
+            return
+        current = event.attempt == self.controller.attempts.current
+        wanted = current and event.epoch in self.controller.epochs.in_flight
+        for report in event.reports:
+            if report.output is not None and wanted:
+                self.outputs.setdefault(event.epoch, {})[report.stage, report.index] = report.output
+            report.output = None
 
     def _observe(self, event: Event) -> None:
         assert self.metrics is not None and self.controller is not None

@@ -30,27 +30,25 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from penstock import __version__ as VERSION
 from penstock.connectors.retrying import RetryingStore
 from penstock.connectors.store import FsspecStore
+from penstock.control.concern import Concern
 from penstock.control.controller import Controller
 from penstock.control.events import (
     Command,
     Event,
     NothingNew,
     PlanEpoch,
-    PublishEpoch,
     Tick,
 )
-from penstock.observe.journal_codec import PAYLOADS, from_json, is_plain, settled, sizes, to_json
+from penstock.observe.journal_codec import attributes, from_json, is_plain, settled, to_json
 from penstock.state.store import Store
 
-FORMAT = 1
+FORMAT = 2
 PREFIX = "journal/"
 SEGMENT_S = 0.5
 SEGMENT_BYTES = 256 * 1024
@@ -78,7 +76,10 @@ class _Item:
     """A line to be: what happened, not yet encoded."""
 
     step: int
+    """Number of the controller's step. Commands name it as their cause."""
     at_ms: int
+    after: int = 0
+    """Number of the step on record before this one. Steps in between were idle."""
     event: Event | None = None
     commands: Sequence[Command] = ()
     error: str | None = None
@@ -92,7 +93,7 @@ class _Item:
         return 1 + len(getattr(self.event, "reports", ()))
 
     def line(self) -> bytes:
-        out: dict[str, Any] = {"n": self.step, "at": self.at_ms}
+        out: dict[str, Any] = {"n": self.step, "after": self.after, "at": self.at_ms}
         if self.state is not None:
             out["state"] = {name: to_json(value) for name, value in self.state.items()}
         if self.patch:
@@ -122,8 +123,10 @@ class Journal:
     ) -> None:
         """``threaded=False`` writes in the caller's thread: for tests."""
         self.on = limit_mb > 0
-        self.steps = 0
         self.start = 1
+        self._records = 0
+        self._last = 0
+        """Number of the last step on record."""
         self._lost = 0
         self._facts: dict[str, Any] = {}
         self._wall_ms = wall_ms
@@ -165,20 +168,29 @@ class Journal:
             return
         patch = {k: v for k, v in before.scalars.items() if self._recorded.get(k, self) != v}
         self._recorded = now.scalars
-        self.steps += 1
-        self._keep(_Item(self.steps, self._wall_ms(), _slim(event), [_slim(c) for c in commands], patch=patch))
+        self._records += 1
+        self._keep(_Item(controller.steps, self._wall_ms(), self._last, event, commands, patch=patch))
+        self._last = controller.steps
         if self._writer is not None:
             if self._writer.snapshot_due:
                 self._writer.snapshot_due = False
                 self._snapshot()
-        elif self.steps % STEPS_PER_SNAPSHOT == 0:
+        elif self._records % STEPS_PER_SNAPSHOT == 0:
             self._snapshot()
 
     def crashed(self, event: Event, error: BaseException) -> None:
         """The controller could not take this event: the last record of a bug."""
         if self._controller is not None:
-            self.steps += 1
-            self._keep(_Item(self.steps, self._wall_ms(), _slim(event), error=f"{type(error).__name__}: {error}"))
+            self._keep(
+                _Item(
+                    self._controller.steps,
+                    self._wall_ms(),
+                    self._last,
+                    event,
+                    error=f"{type(error).__name__}: {error}",
+                )
+            )
+            self._last = self._controller.steps
 
     def close(self) -> None:
         if self._writer is not None:
@@ -201,7 +213,7 @@ class Journal:
 
     def _snapshot(self) -> None:
         state = {name: settled(value) for name, value in vars(self._controller).items()}
-        self._keep(_Item(self.steps, self._wall_ms(), state=state))
+        self._keep(_Item(self._last, self._wall_ms(), state=state))
 
     def _keep(self, item: _Item) -> None:
         if self._writer is not None:
@@ -343,22 +355,6 @@ def _put(store: Store, name: str, data: bytes) -> None:
         store.put(name, data)
 
 
-def _slim(value: Any) -> Any:
-    """Without the payloads, so that a record in memory does not hold on to rows."""
-    if isinstance(value, PublishEpoch):
-        depths = PAYLOADS["PublishEpoch"]
-        return replace(value, **{name: sizes(getattr(value, name), depth) for name, depth in depths.items()})
-    reports = getattr(value, "reports", ())
-    if not any(r.tables or r.parts for r in reports):
-        return value
-    depths = PAYLOADS["TaskReport"]
-    slim = (
-        msgspec.structs.replace(r, **{name: sizes(getattr(r, name), depth) for name, depth in depths.items()})
-        for r in reports
-    )
-    return replace(value, reports=tuple(slim))
-
-
 @dataclass(frozen=True)
 class _Surface:
     """Enough of an object's attributes to see whether a step changed them."""
@@ -369,26 +365,37 @@ class _Surface:
 
     def waits_as(self, before: _Surface) -> bool:
         """A source has nothing new: still, and not for the first time."""
-        return bool(self.scalars.get("idle_since") == before.scalars.get("idle_since"))
+        return bool(self.scalars.get("epochs.idle_since") == before.scalars.get("epochs.idle_since"))
 
 
-def _surface(value: Any, depth: int = 1) -> _Surface:
+def _surface(controller: Controller) -> _Surface:
     """An idle step differs from the one before it in nothing but the time, so what it can change besides scalars is a
     routing put in force, a checkpoint opened, a move begun or given up. All of those show here.
     """
     scalars: dict[str, Any] = {}
     others: list[Any] = []
-    for name, found in vars(value).items():
-        if found.__class__ in _SCALARS:
-            scalars[name] = found
-        elif hasattr(found, "__len__"):
-            others.append((id(found), len(found)))
-        elif depth and is_plain(found):
-            inner = _surface(found, depth - 1)
-            others.append((id(found), *inner.scalars.values(), *inner.others))
+    for name, found in vars(controller).items():
+        if isinstance(found, Concern):
+            for inner, value in attributes(found).items():
+                _look(f"{name}.{inner}", value, scalars, others)
         else:
-            others.append(id(found))
+            _look(name, found, scalars, others)
     return _Surface(scalars, tuple(others))
+
+
+def _look(name: str, value: Any, scalars: dict[str, Any], others: list[Any]) -> None:
+    if value.__class__ in _SCALARS:
+        scalars[name] = value
+    elif hasattr(value, "__len__"):
+        others.append((id(value), len(value)))
+    elif is_plain(value):
+        inner = [
+            v if v.__class__ in _SCALARS else (id(v), len(v) if hasattr(v, "__len__") else 0)
+            for v in vars(value).values()
+        ]
+        others.append((id(value), *inner))
+    else:
+        others.append(id(value))
 
 
 def _idle(event: Event, commands: Sequence[Command]) -> bool:
@@ -409,6 +416,8 @@ class Record:
     step: int
     at_ms: int
     """Wall clock, in milliseconds."""
+    after: int
+    """The step on record before this one; steps in between were idle."""
     event: Any
     commands: tuple[Any, ...] = ()
     error: str | None = None
@@ -435,7 +444,16 @@ class Run:
         if "event" in line:
             event, *commands = (from_json(each) for each in (line["event"], *line["commands"]))
             self.records.append(
-                Record(self.start, step, int(line["at"]), event, tuple(commands), line.get("error"), line)
+                Record(
+                    self.start,
+                    step,
+                    int(line["at"]),
+                    int(line["after"]),
+                    event,
+                    tuple(commands),
+                    line.get("error"),
+                    line,
+                )
             )
 
 
@@ -450,7 +468,7 @@ class History:
     def from_first_state(self) -> None:
         """Of a part of a journal: leave out what comes before the first state, since nothing is known of that time."""
         run = self.runs[0] if self.runs else None
-        if run is not None and run.records and run.states and run.records[0].step - 1 not in run.states:
+        if run is not None and run.records and run.states and run.records[0].after not in run.states:
             first = min(run.states)
             run.records = [record for record in run.records if record.step > first]
 
@@ -551,16 +569,17 @@ def replay(history: History | Run) -> Replay:
         controller: Controller | None = None
         expected = -1
         for record in run.records:
-            if record.step != expected:
-                controller = _controller_at(run, record.step - 1)
+            if record.after != expected:
+                controller = _controller_at(run, record.after)
             if controller is None:
                 skipped += 1
                 continue
-            expected = record.step + 1
+            expected = record.step
             steps += 1
             first = first or (record.start, record.step)
             for name, value in record.raw.get("set", {}).items():
-                setattr(controller, name, value)
+                part, _, field_name = name.rpartition(".")
+                setattr(getattr(controller, part) if part else controller, field_name, value)
             difference = _compare(controller, record)
             if difference is not None:
                 return Replay(steps, difference, skipped, first, tuple(sorted(others)))
@@ -572,6 +591,7 @@ def _controller_at(run: Run, step: int) -> Controller | None:
         return None
     controller = Controller.__new__(Controller)
     controller.__dict__.update({name: from_json(value) for name, value in run.states[step].items()})
+    controller.link()
     return controller
 
 

@@ -7,7 +7,6 @@ JSON has fewer types than Python; what it lacks carries a mark:
     {"!": "StageDone", "now": 1.5, ...}      an object; fields that have their default are left out
     {"()": [1, 2]}                           a tuple (also "set", "frozenset", "deque", "bytes" in base64)
     {"{}": [[1, "a"], [2, "b"]]}             a dictionary whose keys are not all texts
-    {"left out": 5120}                       a payload that control passes on unseen: only its size is kept
 """
 
 from __future__ import annotations
@@ -31,25 +30,12 @@ EVENTS = "control.events."
 MARK = "!"
 PLAIN = "~"
 """An object that is no dataclass: its attributes are under this key."""
-_MARKS = frozenset({"()", "{}", "set", "frozenset", "deque", "bytes", "left out", "enum"})
+_MARKS = frozenset({"()", "{}", "set", "frozenset", "deque", "bytes", "enum"})
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _MISSING = object()
 
-PAYLOADS = {
-    "TaskReport": {"tables": 1, "parts": 1},
-    "PublishEpoch": {"tables": 2, "parts": 2},
-}
-"""class -> field -> how many containers (sink -> list of ...) stand around each payload."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LeftOut:
-    """In place of a payload: how large it was."""
-
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
+BY_VERSION = {"RunStage": "routing", "Flush": "routing"}
+"""class -> field of which only the version is written. The epoch's log record has the whole of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +75,11 @@ def _mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _object(value: Any, kind: type, fields: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     out: dict[str, Any] = {MARK: _name(kind)}
-    payloads = PAYLOADS.get(kind.__name__, {})
+    by_version = BY_VERSION.get(kind.__name__)
     for name, default in fields:
         found = getattr(value, name)
-        if name in payloads:
-            found = sizes(found, payloads[name])
+        if name == by_version:
+            found = getattr(found, "version", found)
         if found.__class__ is default.__class__ and found == default:
             continue
         out[name] = to_json(found)
@@ -101,8 +87,6 @@ def _object(value: Any, kind: type, fields: tuple[tuple[str, Any], ...]) -> dict
 
 
 def _rarer(value: Any) -> Any:
-    if isinstance(value, LeftOut):
-        return {"left out": value.size}
     if isinstance(value, Unknown):
         return {MARK: value.name, **value.fields}
     if isinstance(value, bytes | bytearray | memoryview):
@@ -123,7 +107,7 @@ def _rarer(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     if is_plain(value):
-        return {MARK: _name(value.__class__), PLAIN: {k: to_json(v) for k, v in vars(value).items()}}
+        return {MARK: _name(value.__class__), PLAIN: {k: to_json(v) for k, v in attributes(value).items()}}
     raise TypeError(f"the journal cannot write a {type(value).__name__}")
 
 
@@ -134,23 +118,16 @@ def is_plain(value: Any) -> bool:
     return ours and hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value)
 
 
-def sizes(value: Any, depth: int) -> Any:
-    """The payloads inside ``depth`` containers, each replaced by its size."""
-    if depth and isinstance(value, Mapping):
-        return {k: sizes(v, depth - 1) for k, v in value.items()}
-    if depth and isinstance(value, list | tuple):
-        return [sizes(v, depth - 1) for v in value]
-    if isinstance(value, LeftOut):
-        return value
-    if isinstance(value, bytes | str):
-        return LeftOut(len(value))
-    return LeftOut(len(json.dumps(value, default=repr)))
+def attributes(value: Any) -> dict[str, Any]:
+    """An object's own state. What it only refers to (``LINKS`` of its class) belongs to others."""
+    links = getattr(type(value), "LINKS", ())
+    return {name: found for name, found in vars(value).items() if name not in links}
 
 
 @functools.cache
 def _fields(kind: type) -> tuple[tuple[str, Any], ...] | None:
     """Names and defaults of the fields of a dataclass or struct, else None."""
-    if kind in (LeftOut, Unknown):
+    if kind is Unknown:
         return None
     if dataclasses.is_dataclass(kind):
         return tuple((f.name, _default(f, dataclasses.MISSING)) for f in dataclasses.fields(kind) if f.init)
@@ -177,7 +154,7 @@ def _name(kind: type) -> str:
 
 
 def from_json(value: Any) -> Any:
-    """The object that ``to_json`` made this of, payloads aside."""
+    """The object that ``to_json`` made this of; a routing table that is written elsewhere stays its version."""
     kind = value.__class__
     if kind in _SCALARS:
         return value
@@ -231,7 +208,6 @@ _UNMARKED: dict[str, Callable[[Any], Any]] = {
     "frozenset": lambda inner: frozenset(from_json(v) for v in inner),
     "deque": lambda inner: deque(from_json(v) for v in inner),
     "bytes": base64.b64decode,
-    "left out": LeftOut,
     "enum": _enum,
 }
 
@@ -255,8 +231,8 @@ def settled(value: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     made = object.__new__(type(value))
-    made.__dict__.update({k: settled(v) for k, v in vars(value).items()})
+    made.__dict__.update({k: settled(v) for k, v in attributes(value).items()})
     return made
 
 
-__all__ = ["LeftOut", "Unknown", "from_json", "settled", "sizes", "to_json"]
+__all__ = ["Unknown", "attributes", "from_json", "settled", "to_json"]

@@ -78,28 +78,24 @@ class Teller:
 
     def __post_init__(self) -> None:
         """Where the story begins in the middle, the controller's state of that time says what was known."""
-        state = self.run.states.get(self.run.records[0].step - 1) if self.run.records else None
+        state = self.run.states.get(self.run.records[0].after) if self.run.records else None
         if state is None:
             return
-
-        def known(name: str, default: Any) -> Any:
-            return from_json(state[name]) if name in state else default
-
-        self.attempt, self.committed = known("attempt", 0), known("committed", 0)
-        self.published, self.away = known("published", 0), known("away", False)
-        self.nodes = set(known("nodes", {})) or None
-        self.logged = set(known("log", {}))
-        routing = known("routing", None)
-        self.owners = dict(getattr(routing, "owners", {}))
+        parts = {name: from_json(part) for name, part in state.items()}
+        self.attempt, self.committed = parts["attempts"].current, parts["checkpoints"].committed
+        self.published, self.away = parts["epochs"].published, parts["epochs"].away
+        self.nodes = set(parts["fleet"].nodes) or None
+        self.logged = set(parts["inputs"].log)
+        self.owners = dict(parts["routes"].table.owners)
 
     def tell(self, record: Record) -> list[Line]:
         event = record.event
-        reasons = [c.cause for c in record.commands if type(c).__name__ == "CancelAll"]
+        reasons = [c.reason for c in record.commands if type(c).__name__ == "CancelAll"]
         self._open_incident(event, record.error, bool(reasons))
         number = self.incident[0] if self.incident else None
         said = self._event(event, record.error)
         if said is None and reasons:  # nothing that looks like a failure, but the controller knew better
-            said = _said(_one_line(reasons[0].removeprefix("failure: ")))
+            said = _said(_one_line(reasons[0]))
         first = said or Line(0, "", 0, 0)
         effects: list[str] = []
         for command in record.commands:
@@ -160,7 +156,7 @@ class Teller:
     def _on_Started(self, event: Any) -> Line:
         flow = f" of '{self.run.facts['flow']}'" if "flow" in self.run.facts else ""
         self.nodes = {n.name for n in getattr(event, "nodes", ())} or None
-        logged = [r["epoch"] for r in event.logged]
+        logged = [r.epoch for r in event.logged]
         if event.restored is not None:
             self.committed = self.published = event.restored.epoch
             text = f"start {self.run.start}{flow}, from checkpoint {self.committed}"
@@ -172,7 +168,7 @@ class Teller:
         return _said(text + again)
 
     def _on_EpochPlanned(self, event: Any) -> None:
-        self.began[event.epoch] = (event.now, sum(r["rows"] for r in event.ranges.values()))
+        self.began[event.epoch] = (event.now, sum(span.rows for span in event.ranges.values()))
 
     def _on_StageDone(self, event: Any) -> Line | None:
         if not self._current(event):
@@ -289,14 +285,12 @@ class Teller:
                 return self._recovery(command, record)
             case "LogEpoch":
                 self.logged.add(command.epoch)
-                self.began.setdefault(
-                    command.epoch, (record.event.now, sum(r["rows"] for r in command.record["ranges"].values()))
-                )
+                self.began.setdefault(command.epoch, (record.event.now, command.record.rows))
                 return self._routing(command)
             case "RunStage":
                 self.attempt = max(self.attempt, command.attempt)
                 self.committed = max(self.committed, command.checkpoint)
-                handed = getattr(command, "handover", None)
+                handed = command.peers.handover
                 if handed:
                     to = _containers(handed.values())
                     return [f"{_slices(handed)} of '{command.stage}' handed over to {to} in epoch {command.epoch}"]
@@ -325,12 +319,12 @@ class Teller:
         return [*out, f"{_epochs(again)} {_runs(again)} again"] if again else out
 
     def _routing(self, command: Any) -> list[str]:
-        routing = command.record.get("routing")
-        if not routing:
+        routing = command.record.routing
+        if routing is None:
             return []
-        before, self.owners = self.owners, routing["owners"]
+        before, self.owners = self.owners, routing.owners
         out = []
-        for stage, owners in routing["owners"].items():
+        for stage, owners in routing.owners.items():
             moved = [c for was, c in zip(before.get(stage, ()), owners, strict=False) if was != c]
             if moved:
                 to = _containers(moved)

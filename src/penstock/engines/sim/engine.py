@@ -510,7 +510,7 @@ class SimEngine:
             stage=StageId(job.stage),
             attempt=Attempt(job.attempt),
             reason=reason,
-        )  # noqa: E731
+        )
         c.schedule.after(notice, lambda: self._answer(event))
 
     def _abandon(self, job: JobRun) -> None:

@@ -89,6 +89,11 @@ class Plan:
         """Stages that ask for a number of instances of their own."""
         return {s.id: s.root.partition.instances for s in self.stages if s.root.partition is not None}
 
+    @property
+    def own_slices(self) -> dict[StageId, int]:
+        """Stages that ask for a number of slices of their own."""
+        return {s.id: s.root.slices for s in self.stages if s.root.slices is not None}
+
     def fingerprint(self) -> dict[str, Any]:
         """What the checkpointed state depends on, by stage."""
         return {s.id: s.keyed.fingerprint() for s in self.stages if s.keyed is not None and s.stateful}

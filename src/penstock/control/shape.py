@@ -210,7 +210,7 @@ class Shape:
             return [Tell(f"slices of '{stage}' stay: it has no state to move")]
         self.migration.expire(event.now, self.settings.move_timeout_s)  # one whose time is just up begins anew
         usable = {p.container for p in self.peers(stage)}
-        targets = {s: c for s, c in event.targets.items() if c in usable and 0 <= s < self.routing.slices}
+        targets = {s: c for s, c in event.targets.items() if c in usable and 0 <= s < self.routing.slices_in(stage)}
         out = self._waits(f"the move of slices {_listed(sorted(targets))} of '{stage}'") if targets else []
         out += self._ask(stage, targets, event.now, event.reason)
         if left := sorted(event.targets.keys() - targets.keys()):
@@ -274,7 +274,7 @@ class Shape:
         planned = self.resizes.get(stage, have)
         if slots[0] >= planned:
             return []  # it does nothing on this node
-        most = self.routing.slices if stage in self.routing.owners else INSTANCES_MAX
+        most = self.routing.slices_in(stage) if stage in self.routing.owners else INSTANCES_MAX
         wanted = max(planned, min(most, slots[-1] + 1))
         out: list[Command] = []
         if slots[-1] >= wanted:
@@ -342,7 +342,7 @@ class Shape:
     def _numbers(self, stage: StageId, instances: int) -> int:
         """How many numbers it takes for so many containers that may work: those beyond a node's cores stay vacant."""
         homes = self.routing.homes
-        most = self.routing.slices if stage in self.routing.owners else INSTANCES_MAX
+        most = self.routing.slices_in(stage) if stage in self.routing.owners else INSTANCES_MAX
         count = instances
         while count < most and len(within_slots(range(count), homes, self.cores)) < instances:
             count += 1
@@ -533,7 +533,7 @@ class Shape:
         if not cores:
             return []
         for stage, have in self.routing.instances.items():
-            limit = self.routing.slices if stage in self.routing.owners else have + cores
+            limit = self.routing.slices_in(stage) if stage in self.routing.owners else have + cores
             self.resizes[stage] = min(have + cores, limit)
         self._house()
         out: list[Command] = []
@@ -670,7 +670,7 @@ class Shape:
     def _ask_usable(self, stage: StageId, targets: Mapping[int, int], cause: str, now: float) -> list[Command]:
         """As far as it can be."""
         usable = {p.container for p in self.peers(stage)}
-        able = {s: c for s, c in targets.items() if c in usable and 0 <= s < self.routing.slices}
+        able = {s: c for s, c in targets.items() if c in usable and 0 <= s < self.routing.slices_in(stage)}
         return self._ask(stage, able, now, cause)
 
     def _ask(self, stage: StageId, targets: Mapping[int, int], now: float, cause: str) -> list[Command]:
@@ -716,7 +716,7 @@ class Shape:
         now: list[Move] = []
         for move in ready:
             taken[move.stage, move.target] += 1
-            each = self.state_bytes.get(move.stage, 0) / self.routing.slices
+            each = self.state_bytes.get(move.stage, 0) / self.routing.slices_in(move.stage)
             if taken[move.stage, move.target] <= max(1, SWITCH_BYTES // max(1, each)):
                 now.append(move)
         return now

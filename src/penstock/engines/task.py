@@ -58,7 +58,8 @@ from penstock.plan import Edge, Plan, Stage
 from penstock.state.backup import Commit, cut
 from penstock.state.checkpoint import Manifest
 from penstock.state.codec import checksum, decode, encode, read_slices, sort_by_slice
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import Store
 from penstock.state.table import Fragment, KeyedTable, TableSpec
 
@@ -93,9 +94,10 @@ class TaskSpec(msgspec.Struct):
     index: int
     checkpoint: int
     seal: bool
-    slices: int
+    slicemaps: dict[str, SliceMap]
+    """keyed stage -> the slices of its keys; this stage, and those downstream"""
     owners: dict[str, list[int]]
-    """keyed stage -> owner of each slice; its own, and those downstream"""
+    """keyed stage -> owner of each slice; this stage, and those downstream"""
     instances: dict[str, int]
     split: dict[str, Any] | None = None
     watermark_before: int = 0
@@ -119,6 +121,11 @@ class TaskSpec(msgspec.Struct):
     """Slices whose hottest keys are wanted."""
     progress: dict[str, Any] = {}
     """source -> how far it has been read: what a delta sealed now reflects"""
+
+    @property
+    def slicemap(self) -> SliceMap:
+        """The slices of this stage's keys."""
+        return self.slicemaps[self.stage]
 
 
 class BlobHeader(msgspec.Struct, array_like=True):
@@ -428,7 +435,7 @@ class Worker:
             self.containers[key] = found
         found.table.release(spec.checkpoint)
         if gone := found.slices - owned:
-            found.table.drop_slices(gone, spec.slices)
+            found.table.drop_slices(gone, spec.slicemap)
         if new:
             self._load(stage, spec, found.table, new, report)
             for frame in {id(handed[s]): handed[s] for s in new}.values() if not at_checkpoint else ():
@@ -508,7 +515,7 @@ class Worker:
         assert self.keeper is not None and stage.keyed is not None
         layout = self._layout(stage)
         assert layout is not None
-        self.keeper.tell(spec.stage, layout.key.names(), spec.slices, wanted, spec.checkpoint, spec.commits)
+        self.keeper.tell(spec.stage, layout.key.names(), spec.slicemap, wanted, spec.checkpoint, spec.commits)
 
     def _tell_copies(self, stage: Stage, spec: TaskSpec, container: Container, report: TaskReport) -> None:
         wanted = self._copies(spec)
@@ -544,8 +551,8 @@ class Worker:
                 "checkpoint": spec.checkpoint,
                 "handed": slices,
             }
-            frame = container.table.unreleased(slices, spec.slices)
-            items[target].append((HANDOVER, encode(meta, frame, slices_total=spec.slices)))
+            frame = container.table.unreleased(slices, spec.slicemap)
+            items[target].append((HANDOVER, encode(meta, frame, slicemap=spec.slicemap)))
         return {(spec.stage, c): pack_for_peer(spec.index, sent) for c, sent in items.items()}
 
     def _seal(self, stage: Stage, spec: TaskSpec, container: Container) -> None:
@@ -568,13 +575,13 @@ class Worker:
         self.store.put(name, data)
         written = {**done, "file": file, "touched": sorted(map(int, meta["slices"]))}
         if spec.copies:
-            written["pieces"] = cut((meta, frame), name, spec.copies, spec.attempt)
+            written["pieces"] = cut((meta, frame), name, spec.slicemap, spec.copies, spec.attempt)
         return written
 
     def _seal_whole(self, stage: Stage, spec: TaskSpec, container: Container) -> None:
         """The way of others, for comparison: everybody waits until all of the state is written."""
         container.table.seal(spec.epoch)
-        whole = container.table.export(container.slices, spec.slices)
+        whole = container.table.export(container.slices, spec.slicemap)
         name = f"state/{spec.stage}/{spec.epoch:012d}-{spec.attempt:04d}-{spec.index:04d}.base"
         _, _, data, file = delta_file(name, whole, self.job_id, spec)
         self.store.put(name, data)
@@ -647,13 +654,13 @@ class Worker:
     ) -> None:
         """What each slice has to do, and which keys of some are the hottest."""
         frames = [a.frame for a in arrivals]
-        rows = rows_by_slice(frames, spec.slices, spec.epoch)
+        rows = rows_by_slice(frames, spec.slicemap, spec.epoch)
         container.load = rows if container.load is None else container.load + rows
         if spec.epoch % LOAD_EPOCHS == 0:
             report.load = {int(s): round(float(container.load[s])) for s in np.flatnonzero(container.load)}
             container.load = None
         for number in container.slices.intersection(spec.hot):
-            report.keys[number] = hottest_keys(frames, key, spec.slices, number, spec.epoch)
+            report.keys[number] = hottest_keys(frames, key, spec.slicemap, number, spec.epoch)
 
     # -- after the root ------------------------------------------------------------------------------------------
 
@@ -730,7 +737,8 @@ class Worker:
         report.rows_out += rows.height
         hashes = hash_columns(rows, operator.key)
         rows = rows.hstack([pl.Series(HASH, hashes, dtype=pl.UInt64)])
-        return split_by_owner(rows, hashes, spec.slices, spec.owners[edge.downstream], spec.instances[edge.downstream])
+        to = edge.downstream
+        return split_by_owner(rows, hashes, spec.slicemaps[to], spec.owners[to], spec.instances[to])
 
     @staticmethod
     def _set_aside(dead: Sequence[Dead], spec: TaskSpec, context: StepContext) -> None:
@@ -794,7 +802,7 @@ def delta_file(
 ) -> tuple[dict[str, Any], pl.DataFrame, bytes, dict[str, Any]]:
     """A fragment as a file: its header, its rows sorted by slice, the bytes, and the descriptor for the manifest."""
     owned = [s for s, c in enumerate(spec.owners[spec.stage]) if c == spec.index]
-    frame, index = sort_by_slice(frame, spec.slices)
+    frame, index = sort_by_slice(frame, spec.slicemap)
     meta = {
         "job": job_id,
         "stage": spec.stage,
@@ -802,7 +810,7 @@ def delta_file(
         "epoch_from": spec.checkpoint,
         "epoch_to": spec.epoch,
         "progress": spec.progress,
-        "slices_total": spec.slices,
+        "slices_total": spec.slicemap.count,
         "slices": {str(number): place for number, place in index.items()},
     }
     data = encode(meta, frame)
@@ -825,11 +833,11 @@ def delta_file(
 
 
 def split_by_owner(
-    rows: pl.DataFrame, hashes: np.ndarray, slices: int, owners: Sequence[int], instances: int
+    rows: pl.DataFrame, hashes: np.ndarray, slicemap: SliceMap, owners: Sequence[int], instances: int
 ) -> list[pl.DataFrame]:
     if instances == 1:
         return [rows]
-    owner = np.asarray(owners, dtype=np.int32)[slice_of(hashes, slices)]
+    owner = np.asarray(owners, dtype=np.int32)[slicemap.of(hashes)]
     return [rows_where(rows, owner == c) for c in range(instances)]
 
 

@@ -129,7 +129,7 @@ class Metrics:
         found: list[dict[str, Any]] = []
         routing = controller.routing
         for stage, owners in routing.owners.items():
-            rates = controller.load.of(stage, routing.slices)
+            rates = controller.load.of(stage, routing.slices_in(stage))
             if rates is None:
                 continue
             share = shares(rates, owners, {c: b for (s, c), b in busy.items() if s == stage})
@@ -267,7 +267,7 @@ class Metrics:
             self.dead,
             sum(o.late for o in operators),
             controller.recoveries,
-            controller.routing.slices,
+            controller.routing.slices_most,
             controller.routing.version,
             now - self.began if self.began else 0.0,
             _iso(min(marks)) if marks else None,

@@ -104,7 +104,8 @@ class Plan:
             kind = "source" if stage.source else "keyed"
             key = f" by {', '.join(visible(stage.keyed.key)) or 'nothing: one container'}" if stage.keyed else ""
             uid = f", uid '{stage.root.uid}', from {stage.root.partition.instances}" if stage.root.partition else ""
-            lines.append(f"  stage {stage.index} '{stage.id}' ({kind}{key}{uid})")
+            own = f", {stage.root.slices} slices" if stage.root.slices is not None else ""
+            lines.append(f"  stage {stage.index} '{stage.id}' ({kind}{key}{uid}{own})")
             for node in (stage.root, *stage.steps):
                 lines.append(f"    {node.id}: {node.describe()} -> [{columns_text(node.schema)}]")
             for sink in stage.sinks:

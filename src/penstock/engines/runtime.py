@@ -570,6 +570,7 @@ class Runtime:
 
     def _check_slices(self, routing: RoutingTable) -> None:
         """The slices of a stage are set at its first run: its files and backups are cut by them."""
+        kept: dict[int, list[str]] = {}
         for stage, slicemap in routing.slicemaps.items():
             own = self.plan.own_slices.get(stage)
             if own is not None and own != slicemap.count:
@@ -579,10 +580,12 @@ class Runtime:
                     changes=[f"stage '{stage}': slices was {slicemap.count}, is {own}"],
                 )
             if own is None and slicemap.count != self.config.slices:
-                ignored = f"slices={self.config.slices} is ignored"
-                notice = f"stage '{stage}' has {slicemap.count} slices, set at its first run; {ignored}."
-                if notice not in self.notices:
-                    self.notices.append(notice)
+                kept.setdefault(slicemap.count, []).append(f"'{stage}'")
+        for count, stages in kept.items():
+            ignored = f"slices={self.config.slices} is ignored"
+            notice = f"the state of {', '.join(stages)} has {count} slices, set at its first run; {ignored}."
+            if notice not in self.notices:
+                self.notices.append(notice)
 
     def _read_log(self, after: int) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = []

@@ -22,6 +22,7 @@ import polars as pl
 from benchmarks import checkpoint, common, words
 from benchmarks.common import Figures, Row
 from penstock.connectors.generator import make_vocabulary
+from penstock.state.slicemap import SliceMap
 
 SUMMARY = "What backups on peers cost: throughput for each copy, and bytes of a checkpoint by size of state."
 
@@ -251,7 +252,7 @@ def whole_bytes(folder: Path) -> int:
     for file in Manifest.from_bytes(newest.read_bytes(), str(newest)).files[words.OPERATOR]:
         frames.append(read_slices((folder / file.name).read_bytes(), file.name, file.slices))
     whole = merge_frames(frames, ["word"], drop_deleted=True)
-    return len(encode({}, whole, slices_total=64))
+    return len(encode({}, whole, slicemap=SliceMap(64)))
 
 
 def _save_counts(work: Path) -> None:

@@ -197,7 +197,8 @@ class Config:
     """Where state goes. Without it a job recovers from failures of executors, but not from its own end."""
 
     slices: int = _setting(64, _whole(1, SLICES_MAX))
-    """Shares of a stage's keys. Set once for a checkpoint; instances can grow up to it."""
+    """Shares of a stage's keys, where the flow does not say ``key_by(..., slices=...)``. Set once for a checkpoint;
+    instances can grow up to it."""
 
     instances: int | None = _setting(None, _whole(1, INSTANCES_MAX, optional=True))
     """Containers of a stage when it starts; none means all cores."""

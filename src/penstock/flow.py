@@ -30,6 +30,7 @@ from penstock.operators.mapreduce import Combiner, Mapper, MapStep, Reduce, chec
 from penstock.operators.steps import BatchStep, ExprStep, RowResult, RowStep
 from penstock.operators.topk import TopK
 from penstock.operators.windows import WINDOW_END, WINDOW_START
+from penstock.state.slicemap import SLICES_MAX
 
 SchemaLike = Mapping[str, Any] | pl.Schema
 IntoExpr = pl.Expr | str
@@ -59,6 +60,8 @@ class Node:
     keyed: KeyedOperator | None = None
     sink: Sink | None = None
     partition: Partition | None = None
+    slices: int | None = None
+    """Of a keyed operator: the number of slices of its stage. None: as the settings say."""
 
     @property
     def kind(self) -> str:
@@ -244,6 +247,8 @@ class Stream:
     """For a stream of updates: the columns that say which earlier row a row replaces."""
     windowed: bool = False
     partition: Partition | None = field(default=None, repr=False)
+    slices: int | None = field(default=None, repr=False)
+    """What ``key_by`` or ``hash_partition`` asked for."""
 
     # -- stateless ---------------------------------------------------------------------------------------------------
 
@@ -386,10 +391,13 @@ class Stream:
 
     # -- keyed -------------------------------------------------------------------------------------------------------
 
-    def key_by(self, *columns: str) -> KeyedStream:
+    def key_by(self, *columns: str, slices: int | None = None) -> KeyedStream:
         """Partition by the values of columns; what follows keeps state for each key.
 
         Null is a key like any other; all NaN are one key, and -0.0 is 0.0.
+
+        ``slices`` is the number of slices of the stage that follows, in place of the setting of that name. Its
+        instances can grow up to it. It cannot be changed for state that is there already.
         """
         if not columns:
             raise FlowError(f"after '{self.id}': key_by needs at least one column.")
@@ -401,9 +409,11 @@ class Stream:
                     f"after '{self.id}': column '{column}' of type {dtype} cannot be a key.",
                     remedy="Key by numbers, text, times, booleans or bytes.",
                 )
-        return KeyedStream(self, tuple(columns))
+        if slices is not None and (type(slices) is not int or not 1 <= slices <= SLICES_MAX):
+            raise FlowError(f"after '{self.id}': key_by with {slices!r} slices.", remedy=f"Use 1 to {SLICES_MAX}.")
+        return KeyedStream(replace(self, slices=slices), tuple(columns))
 
-    def hash_partition(self, key: str | Sequence[str], n: int, uid: str) -> KeyedStream:
+    def hash_partition(self, key: str | Sequence[str], n: int, uid: str, *, slices: int | None = None) -> KeyedStream:
         """``key_by``, with ``n`` instances of the stage that follows, to begin with, and a name for it.
 
         The name is a handle on the running job: ``job.rescale(uid, 8)``.
@@ -412,8 +422,13 @@ class Stream:
             raise FlowError(f"after '{self.id}': hash_partition into {n!r} instances.", remedy="Use 1 or more.")
         if not isinstance(uid, str) or not uid or not all(c.isalnum() or c in "-_." for c in uid):
             raise FlowError(f"{uid!r} is not a uid.", remedy="Use letters, digits, '-', '_' and '.', e.g. 'by-word'.")
-        keyed = self.key_by(*([key] if isinstance(key, str) else key))
-        return replace(keyed, stream=replace(self, partition=Partition(n, self.flow._prefix + uid)))
+        keyed = self.key_by(*([key] if isinstance(key, str) else key), slices=slices)
+        if slices is not None and n > slices:
+            raise FlowError(
+                f"stage '{uid}': {n} instances need as many slices, and it has slices={slices}.",
+                remedy="Use more slices, as many as the instances that the stage may ever have, or fewer instances.",
+            )
+        return replace(keyed, stream=replace(keyed.stream, partition=Partition(n, self.flow._prefix + uid)))
 
     def top_k(self, id: str, k: int, *, by: str, per: str | Sequence[str] = (), descending: bool = True) -> Stream:
         """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per``, or all."""
@@ -447,7 +462,8 @@ class Stream:
         return self._keyed(operator, windowed=self.windowed)
 
     def _keyed(self, operator: KeyedOperator, *, windowed: bool = False) -> Stream:
-        node = Node(operator.id, (self.id,), operator.output, keyed=operator, partition=self.partition)
+        node = Node(operator.id, (self.id,), operator.output, keyed=operator)
+        node = replace(node, partition=self.partition, slices=self.slices)
         return self.flow._add(node, identity=operator.identity, windowed=windowed)
 
     def aggregate(self, id: str, **aggregates: Aggregate) -> Stream:
@@ -638,7 +654,15 @@ class KeyedStream:
             _check_columns(id, shape.columns(), stream.schema)
         sides = ((self.key, left.schema), (right.key, other.schema))
         operator = LifetimeJoin(id, *sides, shapes, how=how, lateness=lateness, suffix=suffix)
-        return left.flow._add(Node(id, (left.id, other.id), operator.output, keyed=operator))
+        asked = {stream.slices for stream in (left, other)} - {None}
+        if len(asked) > 1:
+            raise FlowError(
+                f"operator '{id}': the left side has slices={left.slices}, the right side slices={other.slices}.",
+                remedy="Both sides meet in one stage: give its number of slices on one side, or the same on both.",
+                operator=id,
+            )
+        slices = next(iter(asked), None)
+        return left.flow._add(Node(id, (left.id, other.id), operator.output, keyed=operator, slices=slices))
 
     def top_k(self, id: str, k: int, *, by: str, descending: bool = True) -> Stream:
         """The k greatest events of each key so far."""

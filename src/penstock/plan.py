@@ -89,6 +89,11 @@ class Plan:
         """Stages that ask for a number of instances of their own."""
         return {s.id: s.root.partition.instances for s in self.stages if s.root.partition is not None}
 
+    @property
+    def own_slices(self) -> dict[StageId, int]:
+        """Stages that ask for a number of slices of their own."""
+        return {s.id: s.root.slices for s in self.stages if s.root.slices is not None}
+
     def fingerprint(self) -> dict[str, Any]:
         """What the checkpointed state depends on, by stage."""
         return {s.id: s.keyed.fingerprint() for s in self.stages if s.keyed is not None and s.stateful}
@@ -99,7 +104,8 @@ class Plan:
             kind = "source" if stage.source else "keyed"
             key = f" by {', '.join(visible(stage.keyed.key)) or 'nothing: one container'}" if stage.keyed else ""
             uid = f", uid '{stage.root.uid}', from {stage.root.partition.instances}" if stage.root.partition else ""
-            lines.append(f"  stage {stage.index} '{stage.id}' ({kind}{key}{uid})")
+            own = f", {stage.root.slices} slices" if stage.root.slices is not None else ""
+            lines.append(f"  stage {stage.index} '{stage.id}' ({kind}{key}{uid}{own})")
             for node in (stage.root, *stage.steps):
                 lines.append(f"    {node.id}: {node.describe()} -> [{columns_text(node.schema)}]")
             for sink in stage.sinks:

@@ -16,12 +16,14 @@ from hypothesis import given
 from penstock.state import backup, codec
 from penstock.state.backup import Backups, Commit, cut
 from penstock.state.checkpoint import DeltaFile, Manifest, merge_frames, plan_compaction
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import MemoryStore
 from penstock.state.table import KeyedTable, TableSpec, numeric, objects
 from tests.property.cuts import examples
 
 SLICES = 6
+SLICEMAP = SliceMap(SLICES)
 
 
 class Text:
@@ -76,7 +78,7 @@ class World:
         self.owner = [rng.randrange(2) for _ in range(SLICES)]
         self.attempt = 0
         self.disk = Disk(rng, failing)
-        self.backups = Backups("j", "s", ["k", "f"], SLICES, memory_max, self.disk, eager=eager)
+        self.backups = Backups("j", "s", ["k", "f"], SLICEMAP, memory_max, self.disk, eager=eager)
         self.backups.want(HELD)
         self.flying: list[bytes] = []
         self.seen: Counter[str] = Counter()
@@ -94,7 +96,7 @@ class World:
     def seal(self, epoch: int) -> list[DeltaFile]:
         """One file for each container; pieces fly to the holder (container 7)."""
         frame = self.table.seal(epoch).frame()
-        numbers = slice_of(frame.get_column("__hash").to_numpy(), SLICES)
+        numbers = SLICEMAP.of(frame.get_column("__hash").to_numpy())
         files = []
         for container in range(2):
             owned = [s for s in range(SLICES) if self.owner[s] == container]
@@ -103,7 +105,7 @@ class World:
                 continue
             name = f"state/s/{epoch:012d}-{self.attempt:04d}-{container:04d}.delta"
             meta = {"job": "j", "stage": "s", "kind": "delta", "epoch_from": self.manifest.epoch, "epoch_to": epoch}
-            data = codec.encode(meta, mine, slices_total=SLICES)
+            data = codec.encode(meta, mine, slicemap=SLICEMAP)
             self.store.put(name, data)
             listed = (
                 owned if self.rng.random() < 0.5 else sorted(int(s) for s in codec.decode_header(data, "")["slices"])
@@ -114,7 +116,9 @@ class World:
             # Now and then the routing table did not (yet) say that we hold all of them.
             holders = [[7] if s in HELD and self.rng.random() < 0.9 else [3] for s in range(SLICES)]
             whole = (meta, mine) if self.rng.random() < 0.5 else data
-            self.flying.extend(piece for at, piece in cut(whole, name, holders, self.attempt).items() if at == 7)
+            self.flying.extend(
+                piece for at, piece in cut(whole, name, SLICEMAP, holders, self.attempt).items() if at == 7
+            )
         return files
 
     def arrive(self) -> None:
@@ -150,7 +154,7 @@ class World:
         for i, task in enumerate(plan_compaction(self.manifest.files.get("s", ()), 3)):
             frames = [codec.select_slices(*codec.decode(self.store.get(f.name), ""), f.slices) for f in task.inputs]
             merged = merge_frames(frames, ["k", "f"], task.drop_deleted)
-            data = codec.encode({}, merged, slices_total=SLICES)
+            data = codec.encode({}, merged, slicemap=SLICEMAP)
             name = f"c-{self.manifest.epoch}-{i}"
             self.store.put(name, data)
             out = DeltaFile(name, "s", task.kind, 0, task.epoch_to, task.slices, merged.height, len(data), "")

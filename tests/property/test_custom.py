@@ -26,7 +26,8 @@ from penstock import testing
 from penstock.operators.base import FOREVER, HASH, NEVER, ORDER, Applied, Arrival, KeyedOperator, Tick
 from penstock.operators.batch import Batch
 from penstock.operators.custom import Custom
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.table import KeyedTable
 from tests.property.cuts import examples
 
@@ -35,6 +36,7 @@ COUNTS = st.integers(1, 60)
 EPOCH = datetime(1970, 1, 1)
 START = datetime(2026, 1, 1)
 SLICES = 8
+SLICEMAP = SliceMap(SLICES)
 
 
 # -- a user's operator that does everything ---------------------------------------------------------------------------
@@ -426,7 +428,7 @@ class Engine:
             self.newest = max(self.newest, NEVER if prepared.time_max is None else prepared.time_max)
             hashes = hash_columns(prepared.frame, self.operator.key)
             rows = prepared.frame.with_columns(pl.Series(HASH, hashes, dtype=pl.UInt64))
-            owner = slice_of(hashes, SLICES) % self.instances
+            owner = SLICEMAP.of(hashes) % self.instances
             for i, given_to in enumerate(arrivals):
                 given_to.append(Arrival(rows.filter(pl.Series(owner == i)), "source", index, True, mark))
         if self.operator.timed:
@@ -455,11 +457,11 @@ class Engine:
 
     def _move(self) -> None:
         """Everything into new containers, as many as may be, by way of what a checkpoint holds."""
-        held = [t.export(range(SLICES), SLICES) for t in self.tables]
+        held = [t.export(range(SLICES), SLICEMAP) for t in self.tables]
         self.instances = self.r.randint(1, 3)
         self.tables = [self._table(self.epoch) for _ in range(self.instances)]
         for frame in held:
-            owner = slice_of(frame["__hash"].to_numpy(), SLICES) % self.instances
+            owner = SLICEMAP.of(frame["__hash"].to_numpy()) % self.instances
             for i, table in enumerate(self.tables):
                 table.load(frame.filter(pl.Series(owner == i)))
 

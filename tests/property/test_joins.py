@@ -21,13 +21,15 @@ import penstock as ps
 from penstock import testing
 from penstock.operators.base import DUE, FOREVER, HASH, NEVER, ORDER, Arrival, Tick, one_zero
 from penstock.operators.joins import LifetimeJoin, Shape
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.table import KeyedTable
 from tests.property.cuts import examples
 
 SEEDS = st.integers(0, 2**32 - 1)
 COUNTS = st.integers(0, 30)
 SLICES = 8
+SLICEMAP = SliceMap(SLICES)
 EPOCH = datetime(1970, 1, 1)
 
 
@@ -281,7 +283,7 @@ class Driver:
                 if self.cut.collide:
                     hashes = hashes % np.uint64(2) << np.uint64(40)
                 rows = rows.with_columns(pl.Series(HASH, hashes, dtype=pl.UInt64))
-                owner = slice_of(hashes, SLICES) % count
+                owner = SLICEMAP.of(hashes) % count
                 for c in range(count):
                     arrivals[c].append(
                         Arrival(rows.filter(pl.Series(owner == c)), f"in{port}", index, True, mark, port)
@@ -310,11 +312,11 @@ class Driver:
         """Another number of containers, or the same from a checkpoint."""
         if len(self.tables) == count and not self.cut.restores[epoch - 1]:
             return
-        stored = pl.concat([t.export(range(SLICES), SLICES) for t in self.tables])
+        stored = pl.concat([t.export(range(SLICES), SLICEMAP) for t in self.tables])
         self.tables = []
         for c in range(count):
             table = KeyedTable(self.spec, base_epoch=epoch - 1)
-            owner = slice_of(stored["__hash"].to_numpy(), SLICES) % count
+            owner = SLICEMAP.of(stored["__hash"].to_numpy()) % count
             table.load(stored.filter(pl.Series(owner == c)).sample(fraction=1, shuffle=True, seed=epoch))
             self.tables.append(table)
 

@@ -21,23 +21,25 @@ from penstock.state.checkpoint import (
     merge_frames,
     plan_compaction,
 )
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import MemoryStore
 from penstock.state.table import DELETED, HASH, KeyedTable, TableSpec, numeric
 from tests.property.cuts import examples
 
 SLICES = 6
+SLICEMAP = SliceMap(SLICES)
 DELTAS_MAX = 3
 SPEC = TableSpec(pl.Schema({"k": pl.Int64()}), {"n": numeric(np.int64)})
 KEYS = pl.DataFrame({"k": range(60)}, schema={"k": pl.Int64})
 HASHES = hash_columns(KEYS, ["k"])
-SLICE_OF_KEY = slice_of(HASHES, SLICES).tolist()
+SLICE_OF_KEY = SLICEMAP.of(HASHES).tolist()
 
 
 def write(
     store: MemoryStore, name: str, frame: pl.DataFrame, kind: Kind, slices: tuple[int, ...], epochs: tuple[int, int]
 ) -> DeltaFile:
-    data = codec.encode({"stage": "s", "kind": kind}, frame, slices_total=SLICES)
+    data = codec.encode({"stage": "s", "kind": kind}, frame, slicemap=SLICEMAP)
     assert store.put_if_absent(name, data)
     return DeltaFile(name, "s", kind, *epochs, slices, frame.height, len(data), codec.checksum(data))
 

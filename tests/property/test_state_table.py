@@ -12,11 +12,13 @@ import polars as pl
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.table import DELETED, HASH, KeyedTable, TableSpec, numeric, objects
 from tests.property.cuts import examples
 
 SLICES = 5
+SLICEMAP = SliceMap(SLICES)
 
 
 class JsonCodec:
@@ -68,7 +70,7 @@ class TableMachine(RuleBasedStateMachine):
         return data.draw(st.lists(self.key_strategy, unique_by=repr, max_size=8))
 
     def slice_numbers(self, keys: list[tuple[Any, ...]]) -> list[int]:
-        return slice_of(self.hashes(self.frame(keys)), SLICES).tolist() if keys else []
+        return SLICEMAP.of(self.hashes(self.frame(keys))).tolist() if keys else []
 
     @rule(data=st.data(), add=st.integers(-5, 5))
     def upsert(self, data: st.DataObject, add: int) -> None:
@@ -155,7 +157,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(slices=st.sets(st.integers(0, SLICES - 1)))
     def drop(self, slices: set[int]) -> None:
-        self.table.drop_slices(slices, SLICES)
+        self.table.drop_slices(slices, SLICEMAP)
         for state in [self.now, *self.past.values()]:
             self.remove_slices(state, slices)
 
@@ -205,7 +207,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(slices=st.sets(st.integers(0, SLICES - 1)))
     def export_and_reload(self, slices: set[int]) -> None:
-        exported = self.table.export(slices, SLICES)
+        exported = self.table.export(slices, SLICEMAP)
         assert not exported.get_column(DELETED).any()
         other = KeyedTable(self.spec)
         other.load(exported)
@@ -259,7 +261,7 @@ class MovingMachine(RuleBasedStateMachine):
         self.two = [KeyedTable(self.spec, sweep_rows_min=2) for _ in range(2)]
         self.owner = dict.fromkeys(range(SLICES), 0)
         self.committed = 0
-        self.durable = self.one.export(range(SLICES), SLICES)
+        self.durable = self.one.export(range(SLICES), SLICEMAP)
         self.opened: int | None = None
         self.files: list[pl.DataFrame] = []
 
@@ -270,7 +272,7 @@ class MovingMachine(RuleBasedStateMachine):
         """Keys for the one table, and for the owners of their slices."""
         whole = pl.DataFrame(keys, schema=self.schema, orient="row")
         hashes = hash_columns(whole, self.schema.names())
-        owners = np.array([self.owner[s] for s in slice_of(hashes, SLICES).tolist()])
+        owners = np.array([self.owner[s] for s in SLICEMAP.of(hashes).tolist()])
         parts = [(self.one, whole, hashes)]
         for number, table in enumerate(self.two):
             mine = np.flatnonzero(owners == number)
@@ -297,9 +299,9 @@ class MovingMachine(RuleBasedStateMachine):
     def move(self, slices: set[int], to: int) -> None:
         moving = [s for s in slices if self.owner[s] != to]
         source, target = self.two[1 - to], self.two[to]
-        handed = source.unreleased(moving, SLICES)
-        source.drop_slices(moving, SLICES)
-        inside = np.isin(slice_of(self.durable.get_column(HASH).to_numpy(), SLICES), moving)
+        handed = source.unreleased(moving, SLICEMAP)
+        source.drop_slices(moving, SLICEMAP)
+        inside = np.isin(SLICEMAP.of(self.durable.get_column(HASH).to_numpy()), moving)
         bring_up = target.load if len(moving) % 2 else lambda frame: target.bring([frame])
         bring_up(self.durable.filter(pl.Series(inside)))
         target.merge(handed)
@@ -321,13 +323,13 @@ class MovingMachine(RuleBasedStateMachine):
         for frame in [self.durable, *self.files]:
             restored.load(frame)
         self.committed, self.opened = self.opened, None
-        self.durable = restored.export(range(SLICES), SLICES)
+        self.durable = restored.export(range(SLICES), SLICEMAP)
         for table in self.every():
             table.release(self.committed)
         before = KeyedTable(self.spec)
-        before.load(self.one.export(range(SLICES), SLICES))
+        before.load(self.one.export(range(SLICES), SLICEMAP))
         now = KeyedTable(self.spec)
-        for frame in [self.durable, *(table.unreleased(range(SLICES), SLICES) for table in self.two)]:
+        for frame in [self.durable, *(table.unreleased(range(SLICES), SLICEMAP) for table in self.two)]:
             now.load(frame)
         assert repr(by_key(read(now))) == repr(by_key(read(before))), "the checkpoint, and all that changed since"
 
@@ -347,7 +349,7 @@ class MovingMachine(RuleBasedStateMachine):
         for number, table in enumerate(self.two):
             table.validate()
             rows = table.live_rows()
-            found = set(slice_of(table.hashes(rows), SLICES).tolist())
+            found = set(SLICEMAP.of(table.hashes(rows)).tolist())
             assert all(self.owner[s] == number for s in found), "it holds rows of slices that are not its own"
         assert repr(by_key(parts[0] | parts[1])) == repr(by_key(read(self.one)))
 

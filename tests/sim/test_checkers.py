@@ -335,7 +335,7 @@ def unreachable_target(patch: pytest.MonkeyPatch) -> None:
         if not stage.stateful:
             return ()
         targets = self.migration.targets(stage.id)
-        held = run.routing.holders.get(stage.id, ((),) * run.routing.slices)
+        held = run.routing.holders.get(stage.id, ((),) * run.routing.slices_in(stage.id))
         owners = run.routing.owners[stage.id]
         return tuple(
             tuple(sorted({*h, *([targets[s]] if s in targets else [])} - {owners[s]})) for s, h in enumerate(held)

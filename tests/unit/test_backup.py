@@ -20,16 +20,18 @@ from penstock.connectors.spill import LocalSpill, open_spill, remove_dead, spill
 from penstock.state import backup, codec
 from penstock.state.backup import Backups, Commit, cut
 from penstock.state.checkpoint import merge_frames
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import MemoryStore
 from penstock.state.table import DELETED, HASH
 
 SLICES = 4
+SLICEMAP = SliceMap(SLICES)
 ALL = frozenset(range(SLICES))
 BIG = 10**9
 KEYS = np.arange(4000)
 HASHES = hash_columns(pl.DataFrame({"k": KEYS}), ["k"])
-OF_KEY = slice_of(HASHES, SLICES)
+OF_KEY = SLICEMAP.of(HASHES)
 
 
 def rows(keys: Sequence[int], value: int, *, deleted: bool = False) -> pl.DataFrame:
@@ -47,13 +49,13 @@ def in_slice(number: int, count: int) -> list[int]:
 def piece(name: str, epoch: int, frame: pl.DataFrame, to: frozenset[int] = ALL, stage: str = "s") -> bytes:
     meta = {"job": "j", "stage": stage, "kind": "delta", "epoch_from": epoch - 1, "epoch_to": epoch}
     meta["progress"] = {"in": {"row": 100 * epoch}}
-    return cut((meta, frame), name, [[0] if s in to else [9] for s in range(SLICES)], 0)[0]
+    return cut((meta, frame), name, SLICEMAP, [[0] if s in to else [9] for s in range(SLICES)], 0)[0]
 
 
-def altered(slices_total: int = SLICES, **header: str) -> bytes:
+def altered(slices: int = SLICES, **header: str) -> bytes:
     """A piece that is whole and right, but for this."""
     meta, frame = codec.decode(piece("f", 1, rows([1], 1)), "")
-    return codec.encode({**meta, **header}, frame, slices_total=slices_total)
+    return codec.encode({**meta, **header}, frame, slicemap=SliceMap(slices))
 
 
 def of_version(version: int) -> bytes:
@@ -64,7 +66,7 @@ def of_version(version: int) -> bytes:
 
 
 def holding(slices: frozenset[int] = ALL, memory_max: int = BIG, spill: backup.Spill | None = None) -> Backups:
-    made = Backups("j", "s", ["k"], SLICES, memory_max, spill)
+    made = Backups("j", "s", ["k"], SLICEMAP, memory_max, spill)
     made.want(slices)
     for number in slices:
         made.seed(number, 0, [], {})
@@ -88,16 +90,16 @@ class Disk(MemoryStore):
 def test_a_file_is_cut_by_holder() -> None:
     frame = rows([*in_slice(0, 2), *in_slice(2, 3), *in_slice(3, 1)], 5)
     meta = {"job": "j", "stage": "s", "kind": "delta", "epoch_from": 3, "epoch_to": 4, "progress": {"in": {"row": 9}}}
-    data = codec.encode(meta, frame, slices_total=SLICES)
+    data = codec.encode(meta, frame, slicemap=SLICEMAP)
     holders = [[1, 2], [3], [1], []]
-    pieces = cut(data, "file", holders, 7)
+    pieces = cut(data, "file", SLICEMAP, holders, 7)
     assert sorted(pieces) == [1, 2], "container 3 holds a slice that did not change"
     header, got = codec.decode(pieces[1], "")
     assert {**meta, "name": "file", "attempt": 7, "slices_total": SLICES}.items() <= header.items()
     assert set(header["slices"]) == {"0", "2"}
     assert sorted(got["k"]) == sorted([*in_slice(0, 2), *in_slice(2, 3)])
     assert sorted(codec.decode(pieces[2], "")[1]["k"]) == in_slice(0, 2)
-    assert cut((meta, frame), "file", holders, 7) == pieces, "rows that are at hand need not be encoded first"
+    assert cut((meta, frame), "file", SLICEMAP, holders, 7) == pieces, "rows that are at hand need not be encoded first"
 
 
 @pytest.mark.parametrize(
@@ -109,9 +111,9 @@ def test_a_file_is_cut_by_holder() -> None:
         altered(job="other"),
         altered(stage="other"),
         altered(kind="base"),
-        altered(slices_total=2 * SLICES),
+        altered(slices=2 * SLICES),
         of_version(codec.VERSION + 1),
-        codec.encode({"job": "j", "stage": "s", "kind": "delta"}, rows([1], 1), slices_total=SLICES),
+        codec.encode({"job": "j", "stage": "s", "kind": "delta"}, rows([1], 1), slicemap=SLICEMAP),
         codec.encode({}, rows([1], 1)),
     ],
 )
@@ -152,7 +154,7 @@ def test_a_missing_file_is_named_and_holds_up_only_its_slices() -> None:
     commit = Commit(0, 1, {"f": [1, 2]})
     assert made.commit(commit) == ["f"]
     assert made.current(1) == {0, 3}
-    meta, whole = codec.decode(codec.encode({}, frame, slices_total=SLICES), "")
+    meta, whole = codec.decode(codec.encode({}, frame, slicemap=SLICEMAP), "")
     made.supply("f", meta, whole)
     assert made.commit(commit) == []
     assert made.current(1) == ALL
@@ -178,7 +180,7 @@ def test_what_was_used_is_not_taken_for_unchanged_when_a_slice_is_seeded_again()
 
 
 def test_commits_in_a_row_are_caught_up_with_after_a_seed() -> None:
-    made = Backups("j", "s", ["k"], SLICES, BIG, None)
+    made = Backups("j", "s", ["k"], SLICEMAP, BIG, None)
     made.want(frozenset({0}))
     key = in_slice(0, 1)[0]
     assert made.to_seed(3) == {0}
@@ -240,7 +242,7 @@ def test_the_cost_of_a_delta_does_not_grow_with_the_backup(monkeypatch: pytest.M
     monkeypatch.setattr(backup, "SMALL_BYTES", 1)
     costs = []
     for size in (500, 4000):
-        made = Backups("j", "s", ["k"], SLICES, BIG, None)
+        made = Backups("j", "s", ["k"], SLICEMAP, BIG, None)
         made.want(ALL)
         for number in ALL:
             made.seed(number, 0, [rows(np.flatnonzero(OF_KEY[:size] == number).tolist(), 1)], {})

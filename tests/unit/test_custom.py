@@ -22,6 +22,7 @@ from penstock.operators.batch import Batch, Batched
 from penstock.operators.custom import Custom, Outlet, event_type, group_by_key
 from penstock.operators.statelayout import number_fields
 from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.table import KeyedTable
 
 T0 = datetime(2026, 1, 1)
@@ -351,7 +352,7 @@ def test_a_field_that_a_checkpoint_does_not_have_gets_its_default() -> None:
     table, fresh = KeyedTable(layout), KeyedTable(layout)
     apply(custom, FRAME, table)
     table.seal(1)
-    fresh.load(table.export([0], 1).drop("__s.held.x"))
+    fresh.load(table.export([0], SliceMap(1)).drop("__s.held.x"))
     held = custom.made()[1]["held"].load(fresh, fresh.live_rows())
     assert held == [Numbers(7, 1.5), Numbers(7, 1.5)]
 

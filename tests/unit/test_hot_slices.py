@@ -35,7 +35,8 @@ from penstock.observe.metrics import Metrics
 from penstock.observe.report import status_lines
 from penstock.observe.status import JobStatus, hot_text
 from penstock.operators.base import HASH
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.testing import rows as given
 from tests.unit.test_controller import COUNT, IN, WIN
 from tests.unit.test_migration import Fleet, fleet
@@ -50,30 +51,30 @@ def hashed(words: list[Any]) -> pl.DataFrame:
 
 def test_rows_of_each_slice_are_counted() -> None:
     frames = [hashed([f"w{i % 50}" for i in range(400)]), hashed(["w1"] * 100), hashed([])]
-    expected = Counter(s for f in frames for s in slice_of(f[HASH].to_numpy(), 16).tolist())
-    assert {s: int(n) for s, n in enumerate(rows_by_slice(frames, 16, 1)) if n} == dict(expected)
+    expected = Counter(s for f in frames for s in SliceMap(16).of(f[HASH].to_numpy()).tolist())
+    assert {s: int(n) for s, n in enumerate(rows_by_slice(frames, SliceMap(16), 1)) if n} == dict(expected)
 
 
 def test_of_many_rows_a_sample_is_enough() -> None:
     """Keys that come in turn: every n-th row would be the same key."""
     words = [f"w{i % 64}" for i in range(20 * SAMPLE_ROWS)]
     frame = hashed(words)
-    exact = np.bincount(slice_of(frame[HASH].to_numpy(), 8), minlength=8)
-    found = rows_by_slice([frame], 8, 7)
+    exact = np.bincount(SliceMap(8).of(frame[HASH].to_numpy()), minlength=8)
+    found = rows_by_slice([frame], SliceMap(8), 7)
     assert found.sum() == pytest.approx(len(words))
     assert np.allclose(found, exact, rtol=0.1)
-    assert (rows_by_slice([frame], 8, 7) == found).all(), "the same epoch, the same figures"
+    assert (rows_by_slice([frame], SliceMap(8), 7) == found).all(), "the same epoch, the same figures"
 
 
 def test_the_hottest_keys_of_a_slice_by_rows() -> None:
     frames = [hashed(["hot"] * 60 + [f"w{i}" for i in range(200)]), hashed(["hot"] * 20 + ["warm"] * 5)]
-    number = int(slice_of(frames[0][HASH].to_numpy()[:1], 4)[0])
-    here = sum(int((slice_of(f[HASH].to_numpy(), 4) == number).sum()) for f in frames)
-    keys = hottest_keys(frames, ["word"], 4, number, 1)
+    number = int(SliceMap(4).of(frames[0][HASH].to_numpy()[:1])[0])
+    here = sum(int((SliceMap(4).of(f[HASH].to_numpy()) == number).sum()) for f in frames)
+    keys = hottest_keys(frames, ["word"], SliceMap(4), number, 1)
     assert keys[0] == ("hot", round(80 / here, 4)) and len(keys) == KEYS_MAX
-    assert hottest_keys([hashed([])], ["word"], 4, 0, 1) == []
-    assert hottest_keys(frames, [], 4, 0, 1) == [], "without a key there is only one"
-    assert len(hottest_keys([hashed(["x" * 500])], ["word"], 1, 0, 1)[0][0]) == 80
+    assert hottest_keys([hashed([])], ["word"], SliceMap(4), 0, 1) == []
+    assert hottest_keys(frames, [], SliceMap(4), 0, 1) == [], "without a key there is only one"
+    assert len(hottest_keys([hashed(["x" * 500])], ["word"], SliceMap(1), 0, 1)[0][0]) == 80
 
 
 # -- what the controller makes of it -----------------------------------------------------------------------------------
@@ -249,7 +250,9 @@ def hot_metrics(share: float, busy_ms: float = 1000.0) -> tuple[Metrics, Any]:
     owners = (0, 0, 1, 1)
     rates = [10.0, 10.0, 100.0 * (1 - share), 100.0 * share]
     controller = SimpleNamespace(
-        routing=SimpleNamespace(owners={COUNT: owners}, instances={COUNT: 2}, slices=4, version=1),
+        routing=SimpleNamespace(
+            owners={COUNT: owners}, instances={COUNT: 2}, slices_in=lambda stage: 4, slices_most=4, version=1
+        ),
         load=SimpleNamespace(of=lambda stage, slices: rates),
         in_flight={},
         watermarks={},
@@ -340,7 +343,7 @@ def test_a_job_finds_its_hot_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ready.set()
     assert job.wait(60)
     assert found, "it was never reported"
-    number = int(slice_of(hash_columns(pl.DataFrame({"word": ["hot"]}), ["word"]), 8)[0])
+    number = int(SliceMap(8).of(hash_columns(pl.DataFrame({"word": ["hot"]}), ["word"]))[0])
     last = [h for h in found if h["slice"] == number][-1]
     assert last["stage"] == "each" and last["keys"][0][0] == "hot" and last["keys"][0][1] > 0.7
     rates = job._runtime.controller.balance.load.of("each", 8)  # type: ignore[union-attr]

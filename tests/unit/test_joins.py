@@ -22,6 +22,7 @@ from penstock.operators.base import FOREVER, HASH, NEVER, Arrival, Tick
 from penstock.operators.joins import LifetimeJoin
 from penstock.operators.rowstore import RowStore
 from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.table import KeyedTable, TableSpec
 
 DAY = datetime(2026, 1, 1)
@@ -456,7 +457,7 @@ def test_rows_of_every_type_come_back_as_they_were(shared: bool) -> None:
     assert pl.DataFrame(store.read(state, rows)).equals(EVERYTHING.reverse(), null_equal=True)
     assert state.undo_to(1)
     copy = KeyedTable(TableSpec(keys.schema, store.values))
-    copy.load(state.export(range(4), 4))
+    copy.load(state.export(range(4), SliceMap(4)))
     for held in (state, copy):
         back = pl.DataFrame(store.read(held, held.find(hashes, keys)))
         assert back.schema == EVERYTHING.schema

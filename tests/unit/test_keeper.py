@@ -29,16 +29,18 @@ from penstock.engines.task import pack_blob, read_manifest
 from penstock.state import codec
 from penstock.state.backup import Commit, cut
 from penstock.state.checkpoint import DeltaFile, Manifest, merge_frames
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import MemoryStore
 from penstock.state.table import DELETED, HASH
 from tests.unit.test_task import Rig
 
 SLICES = 4
+SLICEMAP = SliceMap(SLICES)
 ALL = frozenset(range(SLICES))
 KEYS = np.arange(200)
 HASHES = hash_columns(pl.DataFrame({"k": KEYS}), ["k"])
-OF_KEY = slice_of(HASHES, SLICES)
+OF_KEY = SLICEMAP.of(HASHES)
 
 
 class Away(MemoryStore):
@@ -99,13 +101,13 @@ class Job:
         )
         name = f"state/s/{epoch}"
         meta = {"job": "j", "stage": "s", "kind": "delta", "epoch_from": before, "epoch_to": epoch}
-        data = codec.encode(meta, frame, slices_total=SLICES)
+        data = codec.encode(meta, frame, slicemap=SLICEMAP)
         self.store.put(name, data)
         slices = tuple(np.unique(OF_KEY[keys]).tolist())
         file = DeltaFile(name, "s", "delta", before, epoch, slices, frame.height, len(data), codec.checksum(data))
         self.manifest = self.manifests[epoch] = self.manifest.advance(epoch, [file])
         self.commits.append(Commit(before, epoch, {name: list(slices)}))
-        self.pieces[name] = cut(data, name, [[0]] * SLICES, 0)[0]
+        self.pieces[name] = cut(data, name, SLICEMAP, [[0]] * SLICES, 0)[0]
         for key, value in values.items():
             self.truth.pop(key, None)
             if value is not None:
@@ -117,7 +119,7 @@ class Job:
         files = self.manifest.files["s"]
         frames = [codec.decode(MemoryStore.get(self.store, file.name), "")[1] for file in files]
         merged = merge_frames(frames, ["k"], drop_deleted=True)
-        data = codec.encode({}, merged, slices_total=SLICES)
+        data = codec.encode({}, merged, slicemap=SLICEMAP)
         epoch, name = self.manifest.epoch + 1, f"state/s/{self.manifest.epoch}.base"
         self.store.put(name, data)
         for file in files:
@@ -127,7 +129,7 @@ class Job:
         return name
 
     def tell(self, want: frozenset[int] = ALL) -> None:
-        self.keeper.tell("s", ["k"], SLICES, want, self.manifest.epoch, self.commits[-3:])
+        self.keeper.tell("s", ["k"], SLICEMAP, want, self.manifest.epoch, self.commits[-3:])
 
     def run(self, seconds: float = 0.5) -> None:
         """Let the background work for so long."""
@@ -217,7 +219,7 @@ def test_between_two_steps_of_a_seed_there_is_a_rest_as_long_as_a_step(monkeypat
 
 def test_slices_that_travel_together_may_part_on_the_way() -> None:
     files = [DeltaFile(f"f{i}", "s", "delta", i, i + 1, tuple(ALL), 200, 100, "") for i in range(2)]
-    seed = module._Seed(2, ALL, files, {}, SLICES, 10**9)
+    seed = module._Seed(2, ALL, files, {}, SLICEMAP, 10**9)
     assert set(seed.group.values()) == {0}
 
     def opened(name: str, values: dict[int, int | None]) -> codec.Opened:
@@ -458,7 +460,7 @@ def test_a_file_that_was_merged_away_means_a_new_seed() -> None:
     job.tell()
     job.run()
     # Merged into a base, with a later checkpoint; the delta is garbage.
-    data = codec.encode({}, codec.decode(job.store.get(name), "")[1], slices_total=SLICES)
+    data = codec.encode({}, codec.decode(job.store.get(name), "")[1], slicemap=SLICEMAP)
     job.store.put("base", data)
     job.store.delete(name)
     file = DeltaFile("base", "s", "base", 0, 1, tuple(ALL), 200, len(data), codec.checksum(data))
@@ -540,7 +542,7 @@ def test_a_seed_that_is_no_longer_wanted_is_not_read_to_its_end() -> None:
 def test_a_damaged_file_is_never_used() -> None:
     job = Job()
     name = job.checkpoint(every(1))
-    other = codec.encode({}, codec.decode(job.store.get(name), "")[1].with_columns(n=pl.lit(9)), slices_total=SLICES)
+    other = codec.encode({}, codec.decode(job.store.get(name), "")[1].with_columns(n=pl.lit(9)), slicemap=SLICEMAP)
     job.store.put(name, other)  # whole in itself, but not the one that the checkpoint means
     job.tell()
     job.run()
@@ -636,7 +638,7 @@ def test_two_stages_share_the_memory() -> None:
     files = job.manifest.files["s"]
     job.manifests[1] = Manifest("j", "f", {}, epoch=1, files={"s": files, "t": files})
     job.tell()
-    job.keeper.tell("t", ["k"], SLICES, ALL, 1, [])
+    job.keeper.tell("t", ["k"], SLICEMAP, ALL, 1, [])
     job.keeper.offer("t", piece)
     job.run()
     assert job.held() == ALL and job.keeper.held("t") == (1, ALL)
@@ -663,15 +665,15 @@ def test_take_never_raises_nor_waits_longer_than_it_says() -> None:
     keeper = Keeper("j", Hanging(), memory_max=1, spill=None, bytes_s=0, pool=pool, load_manifest=load)
     try:
         assert keeper.take("s", [0], 1) == {}
-        keeper.tell("s", ["k"], SLICES, ALL, 1, [])
+        keeper.tell("s", ["k"], SLICEMAP, ALL, 1, [])
         assert keeper.take("s", [0], 1, timeout_s=0.05) == {}
-        keeper.tell("s", ["k"], SLICES, ALL, 1, [])
+        keeper.tell("s", ["k"], SLICEMAP, ALL, 1, [])
         assert keeper.held("s")[1] == frozenset()
     finally:
         hang.set()
         keeper.close()
         pool.shutdown()
-    keeper.tell("s", ["k"], SLICES, ALL, 2, [])
+    keeper.tell("s", ["k"], SLICEMAP, ALL, 2, [])
     assert keeper.take("s", [0], 2) == {}
 
 

@@ -17,6 +17,7 @@ from penstock.engines.merging import Merge, MergeAside, merge_here
 from penstock.errors import CorruptData, PenstockError
 from penstock.state.checkpoint import CompactionTask, DeltaFile
 from penstock.state.codec import checksum, decode_header, encode
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import MemoryStore, Store
 from penstock.state.table import DELETED, HASH
 
@@ -24,7 +25,7 @@ from penstock.state.table import DELETED, HASH
 def written(store: Store, name: str, epoch: int, keys: range) -> DeltaFile:
     columns = {"k": list(keys), "n": [epoch] * len(keys), DELETED: [False] * len(keys)}
     frame = pl.DataFrame(columns).with_columns(pl.col("k").hash(7).alias(HASH))
-    data = encode({"stage": "s", "progress": {"in": 100 * epoch}}, frame, slices_total=2)
+    data = encode({"stage": "s", "progress": {"in": 100 * epoch}}, frame, slicemap=SliceMap(2))
     store.put(name, data)
     return DeltaFile(name, "s", "delta", epoch, epoch, (0, 1), frame.height, len(data), checksum(data))
 
@@ -32,7 +33,7 @@ def written(store: Store, name: str, epoch: int, keys: range) -> DeltaFile:
 def merge(store: Store) -> Merge:
     files = (written(store, "state/s/1.delta", 1, range(6)), written(store, "state/s/2.delta", 2, range(4, 9)))
     task = CompactionTask("s", "base", files, (0, 1))
-    return Merge(task, ("k",), {"stage": "s", "kind": "base"}, "state/s/merged.base", 2)
+    return Merge(task, ("k",), {"stage": "s", "kind": "base"}, "state/s/merged.base", SliceMap(2))
 
 
 def test_aside_is_the_same_as_here(tmp_path: Path) -> None:
@@ -54,7 +55,9 @@ def test_a_merged_file_says_which_input_it_reflects(tmp_path: Path) -> None:
     base = merge_here(store, asked)
     assert decode_header(store.get(base.name), "")["progress"] == {"in": 200}
     later = written(store, "state/s/3.delta", 3, range(2))
-    again = Merge(CompactionTask("s", "base", (base, later), (0, 1)), ("k",), asked.meta, "state/s/again.base", 2)
+    again = Merge(
+        CompactionTask("s", "base", (base, later), (0, 1)), ("k",), asked.meta, "state/s/again.base", SliceMap(2)
+    )
     MergeAside(small_bytes=0)(store, again)
     assert decode_header(store.get(again.name), "")["progress"] == {"in": 300}
 

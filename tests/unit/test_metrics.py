@@ -13,7 +13,7 @@ from penstock.observe.metrics import WINDOW_S, Metrics
 
 def controller(**routing: int) -> Any:
     return SimpleNamespace(
-        routing=SimpleNamespace(instances=routing, slices=64, version=1),
+        routing=SimpleNamespace(instances=routing, slices_most=64, version=1),
         in_flight={},
         watermarks={},
         phase="running",

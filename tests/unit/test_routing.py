@@ -71,13 +71,32 @@ def test_it_survives_the_log() -> None:
     assert RoutingTable.from_json(json.loads(json.dumps(t.to_json()))) == t
 
 
+def test_stages_may_have_numbers_of_slices_of_their_own() -> None:
+    other = StageId("other")
+    t = RoutingTable.initial(8, {SOURCE: False, KEYED: True, other: True}, 4, {KEYED: 6}, {KEYED: 3})
+    t.validate()
+    assert {s: len(o) for s, o in t.owners.items()} == {KEYED: 3, other: 8}
+    assert t.instances == {SOURCE: 4, KEYED: 3, other: 4}, "a stage has no more containers than slices"
+    assert (t.slices_in(KEYED), t.slices_in(other), t.slices_most) == (3, 8, 8)
+    assert t.rescale(other, 8).instances[other] == 8
+    with pytest.raises(ConfigError, match="stage 'counts' cannot have 4 instances: it has only 3 slices"):
+        t.rescale(KEYED, 4)
+    assert RoutingTable.from_json(json.loads(json.dumps(t.to_json()))) == t
+
+
+def test_a_log_from_before_stages_had_numbers_of_their_own_is_read() -> None:
+    t = RoutingTable.initial(8, {SOURCE: False, KEYED: True, StageId("other"): True}, 3)
+    before = {**t.to_json(), "slices": 8}
+    assert RoutingTable.from_json(json.loads(json.dumps(before))) == t
+
+
 def test_validate_sees_an_owner_that_is_not_there_and_a_backup_at_the_owner() -> None:
     t = table()
     with pytest.raises(AssertionError, match="an owner that is not there"):
-        RoutingTable(t.version, t.slices, {KEYED: (ContainerId(9),) * 8}, t.instances).validate()
+        RoutingTable(t.version, t.slicemaps, {KEYED: (ContainerId(9),) * 8}, t.instances).validate()
     with pytest.raises(AssertionError, match="its own backup"):
         t.change(holders={KEYED: tuple((c,) for c in t.owners[KEYED])}).validate()
-    vacant = RoutingTable(t.version, t.slices, {KEYED: (ContainerId(0),) * 8}, t.instances)
+    vacant = RoutingTable(t.version, t.slicemaps, {KEYED: (ContainerId(0),) * 8}, t.instances)
     vacant.validate()
     assert vacant.occupied(KEYED) == (0,)
     assert set(vacant.filled().owners[KEYED]) == set(range(t.instances[KEYED])), "a new start uses everybody"
@@ -86,7 +105,7 @@ def test_validate_sees_an_owner_that_is_not_there_and_a_backup_at_the_owner() ->
 def test_validate_counts_slices() -> None:
     t = table()
     with pytest.raises(AssertionError, match="4 of 8 slices"):
-        RoutingTable(t.version, 8, {KEYED: (ContainerId(0), ContainerId(1)) * 2}, t.instances).validate()
+        RoutingTable(t.version, t.slicemaps, {KEYED: (ContainerId(0), ContainerId(1)) * 2}, t.instances).validate()
 
 
 @st.composite

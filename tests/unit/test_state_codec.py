@@ -12,7 +12,8 @@ from polars.testing import assert_frame_equal
 
 from penstock.errors import CorruptData
 from penstock.state import codec
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.table import DELETED, HASH
 
 
@@ -40,8 +41,8 @@ def test_round_trip(rows: int) -> None:
 
 def test_equal_input_gives_equal_bytes() -> None:
     frame = sample(100)
-    assert codec.encode(META, frame, slices_total=4) == codec.encode(
-        dict(reversed(META.items())), frame, slices_total=4
+    assert codec.encode(META, frame, slicemap=SliceMap(4)) == codec.encode(
+        dict(reversed(META.items())), frame, slicemap=SliceMap(4)
     )
 
 
@@ -53,10 +54,10 @@ def test_a_few_rows_of_a_large_frame_make_a_small_file() -> None:
 
 def test_slices_are_sorted_indexed_and_selected() -> None:
     frame = sample(500)
-    data = codec.encode(META, frame, slices_total=8)
+    data = codec.encode(META, frame, slicemap=SliceMap(8))
     meta, back = codec.decode(data, "x")
     assert codec.decode_header(data, "x") == meta
-    numbers = slice_of(frame.get_column(HASH).to_numpy(), 8)
+    numbers = SliceMap(8).of(frame.get_column(HASH).to_numpy())
     for wanted in ([], [3], [6, 1], range(8)):
         expected = frame.filter(pl.Series(np.isin(numbers, list(wanted))))
         assert_frame_equal(codec.select_slices(meta, back, wanted).sort("n"), expected)
@@ -67,7 +68,7 @@ def test_slices_are_sorted_indexed_and_selected() -> None:
 def test_a_few_slices_of_a_large_file_are_read_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "BATCH_ROWS", 100)
     frame = sample(5_000)
-    data = codec.encode(META, frame, slices_total=16)
+    data = codec.encode(META, frame, slicemap=SliceMap(16))
     meta, whole = codec.decode(data, "x")
     assert sum(meta["batches"]) == 5_000 and len(meta["batches"]) > 10
     read: list[int] = []
@@ -93,24 +94,24 @@ def test_a_few_slices_of_a_large_file_are_read_without_the_others(monkeypatch: p
 
 def test_rows_that_lie_by_slice_already_are_cut_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "BATCH_ROWS", 100)
-    frame, index = codec.sort_by_slice(sample(1000), 8)
+    frame, index = codec.sort_by_slice(sample(1000), SliceMap(8))
     given = {**META, "slices_total": 8, "slices": {str(number): place for number, place in index.items()}}
-    assert codec.encode(given, frame) == codec.encode(META, sample(1000), slices_total=8)
+    assert codec.encode(given, frame) == codec.encode(META, sample(1000), slicemap=SliceMap(8))
     assert len(codec.decode_header(codec.encode(given, frame), "a/b")["batches"]) > 3
 
 
 def test_columns_with_a_dictionary_stay_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "BATCH_ROWS", 10)
     frame = sample(300).with_columns(e=pl.Series(["a", "b"] * 150, dtype=pl.Enum(["a", "b"])))
-    data = codec.encode(META, frame, slices_total=4)
+    data = codec.encode(META, frame, slicemap=SliceMap(4))
     assert "batches" not in codec.decode_header(data, "x")
-    numbers = slice_of(frame.get_column(HASH).to_numpy(), 4)
+    numbers = SliceMap(4).of(frame.get_column(HASH).to_numpy())
     assert_frame_equal(codec.read_slices(data, "x", [1]), frame.filter(pl.Series(numbers == 1)))
 
 
 @pytest.fixture(scope="module")
 def small() -> bytes:
-    return codec.encode(META, sample(3), slices_total=2)
+    return codec.encode(META, sample(3), slicemap=SliceMap(2))
 
 
 def test_every_flipped_byte_is_found(small: bytes) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.errors import FlowError
 from penstock.state import hashing
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 
 MASK = (1 << 64) - 1
 
@@ -143,7 +144,7 @@ def test_empty_frames_and_no_columns() -> None:
 def test_slices_are_even_and_independent_of_the_low_bits(frame: pl.DataFrame, slices: int) -> None:
     hashes = hash_columns(frame, ["k"])
     assert np.unique(hashes).size == hashes.size
-    numbers = slice_of(hashes, slices)
+    numbers = SliceMap(slices).of(hashes)
     assert numbers.dtype == np.int32 and numbers.min() >= 0 and numbers.max() < slices
     mean = hashes.size / slices
     counts = np.bincount(numbers, minlength=slices)

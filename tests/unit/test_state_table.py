@@ -14,7 +14,8 @@ from polars.testing import assert_frame_equal
 from penstock.state import keys as keys_module
 from penstock.state import memory as memory_module
 from penstock.state import table as table_module
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.table import DELETED, HASH, KeyedTable, TableSpec, numeric, objects
 
 WORDS = TableSpec(pl.Schema({"w": pl.String()}), {"n": numeric(np.int64)})
@@ -239,15 +240,15 @@ def test_slices_are_exported_dropped_and_loaded() -> None:
     keys = many(1000)
     add(table, keys)
     table.seal(1)
-    numbers = slice_of(hash_columns(keys, ["w"]), 16)
-    exported = table.export([3, 9], 16)
+    numbers = SliceMap(16).of(hash_columns(keys, ["w"]))
+    exported = table.export([3, 9], SliceMap(16))
     assert exported.height == int(np.isin(numbers, [3, 9]).sum())
     before = contents(table)
-    table.drop_slices([3, 9], 16)
+    table.drop_slices([3, 9], SliceMap(16))
     assert table.rows_live == 1000 - exported.height and table.seal(2).rows == 0
     table.load(exported)
     assert contents(table) == before and table.seal(3).rows == 0
-    assert_frame_equal(table.export([3, 9], 16).sort("w"), exported.sort("w"))
+    assert_frame_equal(table.export([3, 9], SliceMap(16)).sort("w"), exported.sort("w"))
 
 
 def test_undo_does_not_bring_back_a_dropped_slice() -> None:
@@ -255,14 +256,14 @@ def test_undo_does_not_bring_back_a_dropped_slice() -> None:
     add(table, many(50))
     table.seal(1)
     add(table, many(50))
-    table.drop_slices(range(4), 4)
+    table.drop_slices(range(4), SliceMap(4))
     assert table.undo_to(1) and table.rows_live == 0
 
 
 def test_a_loaded_row_is_recorded_again_from_its_next_touch() -> None:
     table = KeyedTable(WORDS)
     add(table, words("a"), 5)
-    frame = table.export(range(1), 1).with_columns(n=pl.lit(100, dtype=pl.Int64))
+    frame = table.export(range(1), SliceMap(1)).with_columns(n=pl.lit(100, dtype=pl.Int64))
     table.load(frame)
     add(table, words("a"), 1)
     assert table.seal(1).frame().get_column("n").to_list() == [101]
@@ -320,9 +321,9 @@ def test_empty_calls() -> None:
     table = KeyedTable(WORDS)
     assert add(table, words()).size == 0 and find(table, words()).size == 0
     assert table.seal(1).frame().schema == WORDS.frame_schema()
-    assert table.export([0], 1).height == 0
-    table.load(table.export([0], 1))
-    table.drop_slices([], 4)
+    assert table.export([0], SliceMap(1)).height == 0
+    table.load(table.export([0], SliceMap(1)))
+    table.drop_slices([], SliceMap(4))
     table.delete(table.live_rows())
     assert table.undo_to(0)
 
@@ -396,8 +397,8 @@ def test_many_blocks_chunks_and_mappings_agree_with_a_dict(monkeypatch: pytest.M
         elif what == 1:  # a slice leaves and comes back, whole parts or the half of one
             total = int(chance.choice([2, 512]))
             leaving = [int(chance.integers(0, total))]
-            frame = table.export(leaving, total)
-            table.drop_slices(leaving, total)
+            frame = table.export(leaving, SliceMap(total))
+            table.drop_slices(leaving, SliceMap(total))
             table.validate()
             assert table.rows_live == len(state) - frame.height
             table.load(frame)
@@ -486,7 +487,7 @@ def test_rows_that_wait_are_undone_and_dropped_as_if_they_were_here() -> None:
     add(table, words("a"), 4)
     assert table.undo_to(0)
     assert table.column("n")[find(table, words("a"))].tolist() == [5]
-    table.drop_slices(range(4), 4)
+    table.drop_slices(range(4), SliceMap(4))
     assert table.rows_live == 0 and contents(table) == {}
 
 

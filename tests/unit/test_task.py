@@ -16,11 +16,13 @@ from penstock.operators.base import HASH, NEVER
 from penstock.plan import compile_flow
 from penstock.state.checkpoint import DeltaFile, Manifest
 from penstock.state.codec import decode_header
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import MemoryStore
 from penstock.testing import rows
 
 SLICES = 4
+SLICEMAP = SliceMap(SLICES)
 FRAME = pl.DataFrame({"k": ["a", "b", "c", "a"], "x": [1, 2, 3, 4]})
 
 
@@ -44,7 +46,7 @@ class Rig:
             index=0,
             checkpoint=0,
             seal=False,
-            slices=SLICES,
+            slicemaps={"count": SLICEMAP},
             owners={"count": owners},
             instances={"count": max(owners) + 1},
         )
@@ -96,10 +98,10 @@ def test_every_row_goes_to_the_owner_of_its_slice() -> None:
     hashes = hash_columns(frame, ["k"])
     frame = frame.with_columns(pl.Series(HASH, hashes))
     owners = [2, 0, 1, 2]
-    shares = split_by_owner(frame, hashes, SLICES, owners, 3)
+    shares = split_by_owner(frame, hashes, SLICEMAP, owners, 3)
     assert sum(s.height for s in shares) == 1_000
     for container, share in enumerate(shares):
-        found = slice_of(share[HASH].to_numpy(), SLICES)
+        found = SLICEMAP.of(share[HASH].to_numpy())
         assert set(np.asarray(owners)[found]) == {container}
 
 

@@ -62,7 +62,7 @@ class Balance(Concern):
 
     def slice_bytes(self, stage: StageId) -> float:
         """Bytes of state of a slice, on average."""
-        return self.state_bytes.get(stage, 0) / self.core.routes.table.slices
+        return self.state_bytes.get(stage, 0) / self.core.routes.table.slices_in(stage)
 
     def note(self, stage: StageId, reports: Sequence[TaskReport], now: float) -> None:
         self.load.note(stage, reports, now)
@@ -169,7 +169,7 @@ class Balance(Concern):
     def ask_usable(self, stage: StageId, targets: Mapping[int, int], cause: str, now: float) -> list[Command]:
         """Begin the moves whose slice and target are there."""
         usable = {p.container for p in self.peers(stage)}
-        able = {s: c for s, c in targets.items() if c in usable and 0 <= s < self.core.routes.table.slices}
+        able = {s: c for s, c in targets.items() if c in usable and 0 <= s < self.core.routes.table.slices_in(stage)}
         return self.core.moves.ask(stage, able, now, cause)
 
     def _deal(self, now: float) -> list[Command]:

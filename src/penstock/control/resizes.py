@@ -38,7 +38,7 @@ class Resizes(Concern):
     def most(self, stage: StageId) -> int:
         """The most containers that the stage can have."""
         table = self.core.routes.table
-        return table.slices if stage in table.owners else INSTANCES_MAX
+        return table.slices_in(stage) if stage in table.owners else INSTANCES_MAX
 
     def on_rescale(self, event: RescaleRequested) -> list[Command]:
         core, stage = self.core, event.stage
@@ -93,7 +93,7 @@ class Resizes(Concern):
             return []
         table, processes = self.core.routes.table, self.core.processes
         for stage, have in table.instances.items():
-            self.wanted[stage] = min(have + cores, table.slices if stage in table.owners else have + cores)
+            self.wanted[stage] = min(have + cores, self.most(stage) if stage in table.owners else have + cores)
         self.core.fleet.assign_homes()
         out: list[Command] = []
         for stage in table.owners:

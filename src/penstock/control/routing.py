@@ -1,7 +1,7 @@
 """The routing table: which container of a stage owns which slice, on which node it lives, and who keeps copies.
 
-One immutable, versioned value. Version v takes effect at an epoch, by the log; nobody ever sees half of one. The
-number of slices is set once for the life of a job; everything else may change between two epochs.
+One immutable, versioned value. Version v takes effect at an epoch, by the log; nobody ever sees half of one. Each
+keyed stage has a number of slices, set once for the life of a job. Everything else may change between two epochs.
 
 A container's number is its place in the exchanges between stages, so it does not change when its node goes: a container
 may be *vacant* (it owns nothing) until it gets another node, or slices again. Nodes come and go with Spark's executors,
@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.ids import ContainerId, RoutingVersion, SliceId, StageId
+from penstock.state.slicemap import SliceMap
 
 INSTANCES_MAX = 1024
 
@@ -23,7 +24,8 @@ INSTANCES_MAX = 1024
 @dataclass(frozen=True)
 class RoutingTable:
     version: RoutingVersion
-    slices: int
+    slicemaps: Mapping[StageId, SliceMap]
+    """Keyed stages: the slice of each key."""
     owners: Mapping[StageId, tuple[ContainerId, ...]]
     """Keyed stages: the owner of each slice."""
     instances: Mapping[StageId, int]
@@ -35,24 +37,34 @@ class RoutingTable:
 
     @staticmethod
     def initial(
-        slices: int, stages: Mapping[StageId, bool], instances: int, own: Mapping[StageId, int] | None = None
+        slices: int,
+        stages: Mapping[StageId, bool],
+        instances: int,
+        own_instances: Mapping[StageId, int] | None = None,
+        own_slices: Mapping[StageId, int] | None = None,
     ) -> RoutingTable:
-        """``stages``: id -> is it keyed; ``own``: those that ask for a number of instances of their own.
+        """The first version. ``stages``: id -> is it keyed. ``slices`` and ``instances`` hold for every stage that has
+        no number of its own in ``own_slices`` or ``own_instances``.
 
         Slices are dealt out in contiguous arcs.
         """
-        counts = {stage: (own or {}).get(stage, instances) for stage in stages}
-        counts = {stage: min(n, slices) if stages[stage] else n for stage, n in counts.items()}
-        return RoutingTable(
-            RoutingVersion(1),
-            slices,
-            {
-                stage: tuple(ContainerId(s * counts[stage] // slices) for s in range(slices))
-                for stage, keyed in stages.items()
-                if keyed
-            },
-            counts,
-        )
+        slicemaps = {s: SliceMap((own_slices or {}).get(s, slices)) for s, keyed in stages.items() if keyed}
+        counts = {stage: (own_instances or {}).get(stage, instances) for stage in stages}
+        counts = {s: min(n, slicemaps[s].count) if s in slicemaps else n for s, n in counts.items()}
+        owners = {
+            stage: tuple(ContainerId(s * counts[stage] // m.count) for s in range(m.count))
+            for stage, m in slicemaps.items()
+        }
+        return RoutingTable(RoutingVersion(1), slicemaps, owners, counts)
+
+    def slices_in(self, stage: StageId) -> int:
+        """The number of slices of a keyed stage."""
+        return self.slicemaps[stage].count
+
+    @property
+    def slices_most(self) -> int:
+        """The number of slices of the stage that has most; 0 without a keyed stage."""
+        return max((m.count for m in self.slicemaps.values()), default=0)
 
     def slices_of(self, stage: StageId, container: int) -> tuple[SliceId, ...]:
         return tuple(SliceId(s) for s, c in enumerate(self.owners[stage]) if c == container)
@@ -96,9 +108,9 @@ class RoutingTable:
             )
         if not 1 <= instances <= INSTANCES_MAX:
             raise ConfigError(f"a stage cannot have {instances} instances.", remedy=f"Use 1 to {INSTANCES_MAX}.")
-        if stage in self.owners and instances > self.slices:
+        if stage in self.owners and instances > self.slices_in(stage):
             raise ConfigError(
-                f"stage '{stage}' cannot have {instances} instances: it has only {self.slices} slices.",
+                f"stage '{stage}' cannot have {instances} instances: it has only {self.slices_in(stage)} slices.",
                 remedy="Slices are set at the first run; choose as many as the cores that the job may ever use.",
             )
 
@@ -110,7 +122,8 @@ class RoutingTable:
 
     def validate(self) -> None:
         for stage, owners in self.owners.items():
-            assert len(owners) == self.slices, f"stage {stage} has {len(owners)} of {self.slices} slices"
+            count = self.slices_in(stage)
+            assert len(owners) == count, f"stage {stage} has {len(owners)} of {count} slices"
             assert set(owners) <= set(range(self.instances[stage])), f"stage {stage}: an owner that is not there"
         for stage, holders in self.holders.items():
             for number, held in enumerate(holders):
@@ -124,16 +137,19 @@ class RoutingTable:
     def to_json(self) -> dict[str, Any]:
         return {
             "version": self.version,
-            "slices": self.slices,
+            "slices": {s: m.count for s, m in self.slicemaps.items()},
             "owners": {s: list(o) for s, o in self.owners.items()},
             "instances": dict(self.instances),
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> RoutingTable:
+        slices = data["slices"]
+        if isinstance(slices, int):  # as before stages had numbers of their own: it holds for all of them
+            slices = dict.fromkeys(data["owners"], slices)
         return RoutingTable(
             RoutingVersion(data["version"]),
-            data["slices"],
+            {StageId(s): SliceMap(n) for s, n in slices.items()},
             {StageId(s): tuple(ContainerId(c) for c in o) for s, o in data["owners"].items()},
             {StageId(s): n for s, n in data["instances"].items()},
         )

@@ -622,10 +622,10 @@ class Requests:
             return f"'{uid}': {number} instances."
         said = f"stage {stage[0]}: {stage[1]} -> {number} instances"
         routing = getattr(self._job, "routing", None)
-        if routing is None:
+        if routing is None or stage[0] not in routing.owners:
             return f"{said}."
         changed = routing.rescale(stage[0], number)  # refuses what cannot be
-        return f"{said}, {routing.moved(changed)} of {routing.slices} slices move."
+        return f"{said}, {routing.moved(changed)} of {routing.slices_in(stage[0])} slices move."
 
     def _migrate(self, arguments: Mapping[str, Any]) -> str:
         status: JobStatus = self._job.status()

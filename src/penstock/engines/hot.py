@@ -16,7 +16,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from penstock.operators.base import HASH
-from penstock.state.hashing import slice_of
+from penstock.state.slicemap import SliceMap
 
 SAMPLE_ROWS = 16_384
 KEYS_SAMPLE_ROWS = 131_072
@@ -24,9 +24,9 @@ KEYS_MAX = 5
 KEY_CHARS_MAX = 80
 
 
-def rows_by_slice(frames: Sequence[pl.DataFrame], slices: int, seed: int) -> NDArray[np.float64]:
+def rows_by_slice(frames: Sequence[pl.DataFrame], slicemap: SliceMap, seed: int) -> NDArray[np.float64]:
     """About how many of these rows are for each slice."""
-    counts = np.zeros(slices)
+    counts = np.zeros(slicemap.count)
     total = sum(f.height for f in frames)
     for frame in frames:
         if not frame.height or HASH not in frame.columns:
@@ -37,12 +37,12 @@ def rows_by_slice(frames: Sequence[pl.DataFrame], slices: int, seed: int) -> NDA
         if wanted < frame.height:
             hashes = hashes[np.random.default_rng(seed).integers(0, frame.height, wanted)]
             weight = frame.height / wanted
-        counts += weight * np.bincount(slice_of(hashes, slices), minlength=slices)
+        counts += weight * np.bincount(slicemap.of(hashes), minlength=slicemap.count)
     return counts
 
 
 def hottest_keys(
-    frames: Sequence[pl.DataFrame], key: Sequence[str], slices: int, number: int, seed: int
+    frames: Sequence[pl.DataFrame], key: Sequence[str], slicemap: SliceMap, number: int, seed: int
 ) -> list[tuple[str, float]]:
     """The keys of one slice with the most rows, and what share of its rows each has."""
     if not key:
@@ -56,7 +56,7 @@ def hottest_keys(
         if wanted < frame.height:
             rows = np.random.default_rng(seed).integers(0, frame.height, wanted)
             frame = frame.select(*key, HASH)[pl.Series(rows)]
-        found.append(frame.filter(pl.Series(slice_of(frame[HASH].to_numpy(), slices) == number)).select(key))
+        found.append(frame.filter(pl.Series(slicemap.mask(frame[HASH].to_numpy(), [number]))).select(key))
     rows_here = pl.concat(found) if found else pl.DataFrame()
     if not rows_here.height:
         return []

@@ -173,9 +173,10 @@ class Job:
                 f"container {container} of '{stage}' cannot take slices: it is not there, or on its way out.",
                 remedy=f"Those that can are {', '.join(map(str, usable))}.",
             )
-        if wrong := [s for s in slices if not 0 <= s < controller.routes.table.slices]:
+        count = controller.routes.table.slices_in(stage)
+        if wrong := [s for s in slices if not 0 <= s < count]:
             raise ConfigError(
-                f"there is no slice {wrong[0]}.", remedy=f"Slices go from 0 to {controller.routes.table.slices - 1}."
+                f"there is no slice {wrong[0]} in stage '{stage}'.", remedy=f"Its slices go from 0 to {count - 1}."
             )
         if busy := [s for s in slices if (stage, s) in controller.moves.by_slice]:
             raise ConfigError(

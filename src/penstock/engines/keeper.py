@@ -28,6 +28,7 @@ from penstock.errors import CorruptData
 from penstock.state.backup import Backups, Commit, Spill, merge_two, owned
 from penstock.state.checkpoint import DeltaFile, Manifest, check_file, merge_frames
 from penstock.state.codec import Opened, decode, select_slices, sort_by_slice
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import Store
 
 PATIENCE_S: Final = 2.0
@@ -120,7 +121,7 @@ class Keeper:
         self,
         stage: str,
         key: Sequence[str],
-        slices_total: int,
+        slicemap: SliceMap,
         want: frozenset[int],
         checkpoint: int,
         commits: Sequence[Commit],
@@ -132,7 +133,7 @@ class Keeper:
             if told is None:
                 if not want:
                     return
-                told = self._told[stage] = _Told(tuple(key), slices_total)
+                told = self._told[stage] = _Told(tuple(key), slicemap)
             told.take_in(want, checkpoint, commits)
             needed = told.news or (self._due_s is not None and self._clock() >= self._due_s)
         if needed:
@@ -306,7 +307,7 @@ class Keeper:
                 self._spill = self._make_spill()
             except OSError as error:
                 self._spill_problem = f"there is no local disk for backups: {error}"
-        backups = Backups(self._job, stage, told.key, told.slices_total, self._memory_max, self._spill, eager=False)
+        backups = Backups(self._job, stage, told.key, told.slicemap, self._memory_max, self._spill, eager=False)
         return _Stage(stage, backups)
 
     def _share(self, backups: Backups) -> int:
@@ -431,7 +432,7 @@ class Keeper:
         manifest = self._load_manifest(checkpoint)
         progress = {source: read["offset"] for source, read in manifest.sources.items()}
         files = manifest.files_for(kept.stage, slices)
-        kept.seeding = _Seed(checkpoint, slices, files, progress, kept.backups.slices_total, kept.backups.memory_max)
+        kept.seeding = _Seed(checkpoint, slices, files, progress, kept.backups.slicemap, kept.backups.memory_max)
         kept.backups.pinned = checkpoint
         return kept.seeding
 
@@ -479,9 +480,9 @@ class Keeper:
 class _Told:
     """What a stage's tasks said and the next step will take in."""
 
-    def __init__(self, key: tuple[str, ...], slices_total: int) -> None:
+    def __init__(self, key: tuple[str, ...], slicemap: SliceMap) -> None:
         self.key = key
-        self.slices_total = slices_total
+        self.slicemap = slicemap
         self.want: frozenset[int] = frozenset()
         self.checkpoint = -1
         self.commits: list[Commit] = []
@@ -540,7 +541,7 @@ class _Seed:
         slices: Collection[int],
         files: Sequence[DeltaFile],
         progress: Mapping[str, Any],
-        slices_total: int,
+        slicemap: SliceMap,
         bytes_max: int,
     ) -> None:
         self.checkpoint = checkpoint
@@ -549,7 +550,7 @@ class _Seed:
         """Yet to be read, in order."""
         self.progress = progress
         """source -> how far it had been read at the checkpoint"""
-        self.slices_total = slices_total
+        self.slicemap = slicemap
         self.size = _group_size(files, bytes_max)
         chosen = sorted(slices)
         self.group = {number: chosen[i - i % self.size] for i, number in enumerate(chosen)}
@@ -614,7 +615,7 @@ class _Seed:
         if len(parts) > 1:
             # All small ones together first: each merge into the large one copies all of it.
             whole = merge_two(whole, merge_frames(parts[1:], key, drop_deleted=False), key, drop_deleted=True)
-        whole, index = sort_by_slice(whole, self.slices_total)
+        whole, index = sort_by_slice(whole, self.slicemap)
         return {number: [whole.slice(*index[number])] if number in index else [] for number in together}
 
     def _grouped(self, slices: Iterable[int]) -> dict[int, list[int]]:

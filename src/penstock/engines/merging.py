@@ -22,6 +22,7 @@ import penstock
 from penstock.errors import PenstockError
 from penstock.state.checkpoint import CompactionTask, DeltaFile, merge_frames
 from penstock.state.codec import checksum, decode, encode, select_slices
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import Store
 
 NICENESS = 10
@@ -52,8 +53,8 @@ class Merge:
     meta: Mapping[str, Any]
     name: str
     """Of the file to be written."""
-    slices: int
-    """Of the whole job."""
+    slicemap: SliceMap
+    """Of the stage."""
 
 
 Merging = Callable[[Store, Merge], DeltaFile]
@@ -69,7 +70,7 @@ def merge_here(store: Store, merge: Merge) -> DeltaFile:
         if file.epoch_to == task.epoch_to:
             progress = meta.get("progress")  # what the newest reflects, all of them together do
     merged = merge_frames(frames, merge.key, drop_deleted=task.drop_deleted)
-    data = encode({**merge.meta, "progress": progress}, merged, slices_total=merge.slices)
+    data = encode({**merge.meta, "progress": progress}, merged, slicemap=merge.slicemap)
     store.put(merge.name, data)
     first, last = task.epoch_from, task.epoch_to
     return DeltaFile(

@@ -272,7 +272,7 @@ class Runtime:
         owners = {str(stage): slices for stage, slices in controller.routes.table.owners.items()}
         load: dict[tuple[str, int], float] = {}
         for stage_id in controller.routes.table.owners:
-            for number, rate in enumerate(controller.balance.load.of(stage_id, controller.routes.table.slices) or ()):
+            for number, rate in enumerate(controller.balance.load.of(stage_id, controller.routes.table.slices_in(stage_id)) or ()):
                 load[stage_id, number] = rate
         if self.ask_again_at < math.inf:
             self._say_once(
@@ -423,7 +423,8 @@ class Runtime:
         self._check_sources({s for record in logged for s in record.ranges})
         topology = topology_of(self.plan)
         instances = self.config.instances or self.engine.cores
-        routing = RoutingTable.initial(self.config.slices, topology.keyed(), instances, self.plan.own_instances)
+        own = self.plan.own_instances, self.plan.own_slices
+        routing = RoutingTable.initial(self.config.slices, topology.keyed(), instances, *own)
         restored = None
         # The flow or the settings may be others than when the log was written.
         logged = [
@@ -582,30 +583,41 @@ class Runtime:
         return replace(manifest, routing=routing.to_json(), fingerprint=self.plan.fingerprint())
 
     def _fit_routing(self, routing: RoutingTable, fresh: RoutingTable) -> RoutingTable:
-        notice = f"the state has {routing.slices} slices, set at its first run; slices={self.config.slices} is ignored."
-        if routing.slices != self.config.slices and notice not in self.notices:
-            self.notices.append(notice)
+        self._check_slices(routing)
         stages = {s.id for s in self.plan.stages}
-        fresh = RoutingTable.initial(
-            routing.slices,
-            topology_of(self.plan).keyed(),
-            self.config.instances or max(fresh.instances.values()),
-            self.plan.own_instances,
-        )
         routing = RoutingTable(
             routing.version,
-            routing.slices,
+            {s: routing.slicemaps.get(s, fresh.slicemaps[s]) for s in fresh.owners},
             {s: routing.owners.get(s, fresh.owners[s]) for s in fresh.owners},
             {s: routing.instances.get(s, fresh.instances[s]) for s in fresh.instances},
         )
         if self.config.instances is not None:
             for stage in stages - self.plan.own_instances.keys():
-                wanted = (
-                    min(self.config.instances, routing.slices) if stage in routing.owners else self.config.instances
-                )
+                wanted = self.config.instances
+                if stage in routing.owners:
+                    wanted = min(wanted, routing.slices_in(stage))
                 if routing.instances[stage] != wanted:
                     routing = routing.rescale(stage, wanted)
         return routing
+
+    def _check_slices(self, routing: RoutingTable) -> None:
+        """The slices of a stage are set at its first run: its files and backups are cut by them."""
+        kept: dict[int, list[str]] = {}
+        for stage, slicemap in routing.slicemaps.items():
+            own = self.plan.own_slices.get(stage)
+            if own is not None and own != slicemap.count:
+                raise IncompatibleFlow(
+                    f"stage '{stage}' has {slicemap.count} slices, set at its first run; the flow says slices={own}.",
+                    remedy=f"Write slices={slicemap.count}, or start anew with another checkpoint directory.",
+                    changes=[f"stage '{stage}': slices was {slicemap.count}, is {own}"],
+                )
+            if own is None and slicemap.count != self.config.slices:
+                kept.setdefault(slicemap.count, []).append(f"'{stage}'")
+        for count, stages in kept.items():
+            ignored = f"slices={self.config.slices} is ignored"
+            notice = f"the state of {', '.join(stages)} has {count} slices, set at its first run; {ignored}."
+            if notice not in self.notices:
+                self.notices.append(notice)
 
     def _read_log(self, after: int) -> list[EpochRecord]:
         records: list[EpochRecord] = []
@@ -822,7 +834,7 @@ class Runtime:
         name = f"state/{stage}/{last:012d}-{self.unique()[:8]}.{task.kind}"
         self.merged.add(name)
         self.trip("before-compact")
-        merge = Merge(task, tuple(layout.key.names()), meta, name, self.controller.routes.table.slices)
+        merge = Merge(task, tuple(layout.key.names()), meta, name, self.controller.routes.table.slicemaps[stage])
         try:
             out = merging(self.store, merge)
             self.trip("after-compact")

@@ -58,7 +58,8 @@ from penstock.plan import Edge, Plan, Stage
 from penstock.state.backup import Commit, cut
 from penstock.state.checkpoint import DeltaFile, Manifest
 from penstock.state.codec import checksum, decode, encode, read_slices, sort_by_slice
-from penstock.state.hashing import hash_columns, slice_of
+from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import Store
 from penstock.state.table import Fragment, KeyedTable, TableSpec
 
@@ -93,9 +94,10 @@ class TaskSpec(msgspec.Struct, kw_only=True):
     index: int
     checkpoint: int
     seal: bool
-    slices: int
+    slicemaps: dict[str, SliceMap]
+    """keyed stage -> the slices of its keys; this stage, and those downstream"""
     owners: dict[str, list[int]]
-    """keyed stage -> owner of each slice; its own, and those downstream"""
+    """keyed stage -> owner of each slice; this stage, and those downstream"""
     instances: dict[str, int]
     split: dict[str, Any] | None = None
     watermark_before: int = 0
@@ -117,6 +119,11 @@ class TaskSpec(msgspec.Struct, kw_only=True):
     """Slices whose hottest keys are wanted."""
     progress: dict[str, Any] = {}
     """source -> how far it has been read: what a delta sealed now reflects"""
+
+    @property
+    def slicemap(self) -> SliceMap:
+        """The slices of this stage's keys."""
+        return self.slicemaps[self.stage]
 
 
 class BlobHeader(msgspec.Struct, array_like=True):
@@ -435,7 +442,7 @@ class Worker:
             self.containers[key] = found
         found.table.release(spec.checkpoint)
         if gone := found.slices - owned:
-            found.table.drop_slices(gone, spec.slices)
+            found.table.drop_slices(gone, spec.slicemap)
         if new:
             self._load(stage, spec, found.table, new, report)
             for frame in {id(handed[s]): handed[s] for s in new}.values() if not at_checkpoint else ():
@@ -515,7 +522,7 @@ class Worker:
         assert self.keeper is not None and stage.keyed is not None
         layout = self._layout(stage)
         assert layout is not None
-        self.keeper.tell(spec.stage, layout.key.names(), spec.slices, wanted, spec.checkpoint, spec.commits)
+        self.keeper.tell(spec.stage, layout.key.names(), spec.slicemap, wanted, spec.checkpoint, spec.commits)
 
     def _tell_copies(self, stage: Stage, spec: TaskSpec, container: Container, report: TaskReport) -> None:
         wanted = self._copies(spec)
@@ -551,8 +558,8 @@ class Worker:
                 "checkpoint": spec.checkpoint,
                 "handed": slices,
             }
-            frame = container.table.unreleased(slices, spec.slices)
-            items[target].append((HANDOVER, encode(meta, frame, slices_total=spec.slices)))
+            frame = container.table.unreleased(slices, spec.slicemap)
+            items[target].append((HANDOVER, encode(meta, frame, slicemap=spec.slicemap)))
         return {(spec.stage, c): pack_for_peer(spec.index, sent) for c, sent in items.items()}
 
     def _seal(self, stage: Stage, spec: TaskSpec, container: Container) -> None:
@@ -571,7 +578,7 @@ class Worker:
         self.store.put(name, data)
         touched = tuple(sorted(map(int, meta["slices"])))
         delta = SealedDelta(epoch=spec.epoch, attempt=spec.attempt, file=file, touched=touched)
-        return Written(delta, cut((meta, frame), name, spec.copies, spec.attempt) if spec.copies else {})
+        return Written(delta, cut((meta, frame), name, spec.slicemap, spec.copies, spec.attempt) if spec.copies else {})
 
     def _written(self, container: Container, *, wait: bool) -> list[SealedDelta]:
         """Deltas whose writing has finished. An error of the store surfaces here, in the next record."""
@@ -638,13 +645,13 @@ class Worker:
     ) -> None:
         """What each slice has to do, and which keys of some are the hottest."""
         frames = [a.frame for a in arrivals]
-        rows = rows_by_slice(frames, spec.slices, spec.epoch)
+        rows = rows_by_slice(frames, spec.slicemap, spec.epoch)
         container.load = rows if container.load is None else container.load + rows
         if spec.epoch % LOAD_EPOCHS == 0:
             report.load = {int(s): round(float(container.load[s])) for s in np.flatnonzero(container.load)}
             container.load = None
         for number in container.slices.intersection(spec.hot):
-            report.keys[number] = hottest_keys(frames, key, spec.slices, number, spec.epoch)
+            report.keys[number] = hottest_keys(frames, key, spec.slicemap, number, spec.epoch)
 
     # -- after the root ------------------------------------------------------------------------------------------
 
@@ -721,7 +728,8 @@ class Worker:
         report.rows_out += rows.height
         hashes = hash_columns(rows, operator.key)
         rows = rows.hstack([pl.Series(HASH, hashes, dtype=pl.UInt64)])
-        return split_by_owner(rows, hashes, spec.slices, spec.owners[edge.downstream], spec.instances[edge.downstream])
+        to = edge.downstream
+        return split_by_owner(rows, hashes, spec.slicemaps[to], spec.owners[to], spec.instances[to])
 
     @staticmethod
     def _set_aside(dead: Sequence[Dead], spec: TaskSpec, context: StepContext) -> None:
@@ -792,7 +800,7 @@ def delta_file(
 ) -> tuple[dict[str, Any], pl.DataFrame, bytes, DeltaFile]:
     """A fragment as a file: its header, its rows sorted by slice, the bytes, and the descriptor for the manifest."""
     owned = [s for s, c in enumerate(spec.owners[spec.stage]) if c == spec.index]
-    frame, index = sort_by_slice(frame, spec.slices)
+    frame, index = sort_by_slice(frame, spec.slicemap)
     meta = {
         "job": job_id,
         "stage": spec.stage,
@@ -800,7 +808,7 @@ def delta_file(
         "epoch_from": spec.checkpoint,
         "epoch_to": spec.epoch,
         "progress": spec.progress,
-        "slices_total": spec.slices,
+        "slices_total": spec.slicemap.count,
         "slices": {str(number): place for number, place in index.items()},
     }
     data = encode(meta, frame)
@@ -819,11 +827,11 @@ def delta_file(
 
 
 def split_by_owner(
-    rows: pl.DataFrame, hashes: np.ndarray, slices: int, owners: Sequence[int], instances: int
+    rows: pl.DataFrame, hashes: np.ndarray, slicemap: SliceMap, owners: Sequence[int], instances: int
 ) -> list[pl.DataFrame]:
     if instances == 1:
         return [rows]
-    owner = np.asarray(owners, dtype=np.int32)[slice_of(hashes, slices)]
+    owner = np.asarray(owners, dtype=np.int32)[slicemap.of(hashes)]
     return [rows_where(rows, owner == c) for c in range(instances)]
 
 

@@ -129,7 +129,7 @@ class Metrics:
         found: list[dict[str, Any]] = []
         routing = controller.routes.table
         for stage, owners in routing.owners.items():
-            rates = controller.balance.load.of(stage, routing.slices)
+            rates = controller.balance.load.of(stage, routing.slices_in(stage))
             if rates is None:
                 continue
             share = shares(rates, owners, {c: b for (s, c), b in busy.items() if s == stage})
@@ -269,7 +269,7 @@ class Metrics:
             self.dead,
             sum(o.late for o in operators),
             controller.attempts.recoveries,
-            controller.routes.table.slices,
+            controller.routes.table.slices_most,
             controller.routes.table.version,
             now - self.began if self.began else 0.0,
             _iso(min(marks)) if marks else None,

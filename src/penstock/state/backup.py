@@ -41,6 +41,7 @@ from penstock.errors import PenstockError
 from penstock.state.checkpoint import merge_frames
 from penstock.state.codec import decode, decode_header, encode, select_slices, sort_by_slice
 from penstock.state.keys import detached
+from penstock.state.slicemap import SliceMap
 from penstock.state.table import DELETED, HASH
 
 DELTAS_MAX: Final = 4
@@ -79,17 +80,22 @@ class Spill(Protocol):
 
 
 def cut(
-    data: bytes | tuple[Mapping[str, Any], pl.DataFrame], name: str, holders: Sequence[Sequence[int]], attempt: int
+    data: bytes | tuple[Mapping[str, Any], pl.DataFrame],
+    name: str,
+    slicemap: SliceMap,
+    holders: Sequence[Sequence[int]],
+    attempt: int,
 ) -> dict[int, bytes]:
     """The pieces of a delta file for each container that holds backups of some of its slices. ``data``: the file, or
     its header and rows (in any order, if the header has no ``slices``); ``holders``: of each slice, the containers.
     A container with no rows to get has no piece."""
     meta, frame = decode(data, name) if isinstance(data, bytes) else data
-    total = len(holders)
+    total = slicemap.count
+    assert len(holders) == total, f"holders of {len(holders)} slices, of a stage with {total}"
     if "slices" in meta:
         assert meta["slices_total"] == total, f"{name} has {meta['slices_total']} slices, the routing table {total}"
     else:
-        frame, index = sort_by_slice(frame, total)
+        frame, index = sort_by_slice(frame, slicemap)
         meta = {**meta, "slices": {str(number): place for number, place in index.items()}}
     changed = sorted(int(number) for number in meta["slices"])
     shares: dict[int, list[int]] = {}
@@ -110,7 +116,7 @@ def cut(
     for container, numbers in shares.items():
         share = tuple(numbers)
         if share not in made:
-            made[share] = encode(header, select_slices(meta, frame, share), slices_total=total)
+            made[share] = encode(header, select_slices(meta, frame, share), slicemap=slicemap)
         pieces[container] = made[share]
     return pieces
 
@@ -123,7 +129,7 @@ class Backups:
         job: str,
         stage: str,
         key: Sequence[str],
-        slices_total: int,
+        slicemap: SliceMap,
         memory_max: int,
         spill: Spill | None,
         *,
@@ -134,7 +140,7 @@ class Backups:
         self.job = job
         self.stage = stage
         self.key = list(key)
-        self.slices_total = slices_total
+        self.slicemap = slicemap
         self.memory_max = memory_max
         self.spill = spill
         self.ignored = 0
@@ -233,7 +239,7 @@ class Backups:
         try:
             meta = decode_header(piece, "a piece of a delta")
             ours = meta["job"] == self.job and meta["stage"] == self.stage and meta["kind"] == "delta"
-            ours = ours and meta["slices_total"] == self.slices_total
+            ours = ours and meta["slices_total"] == self.slicemap.count
             arrived = _Piece(
                 piece, int(meta["epoch_to"]), frozenset(map(int, meta["slices"])), _from_bitmap(meta["changed"])
             )
@@ -261,7 +267,7 @@ class Backups:
 
     def supply(self, name: str, meta: Mapping[str, Any], frame: pl.DataFrame) -> None:
         """A whole delta file, read from the durable store."""
-        assert meta["slices_total"] == self.slices_total
+        assert meta["slices_total"] == self.slicemap.count
         index = {int(number): place for number, place in meta["slices"].items()}
         file = self._open.setdefault(name, _File())
         mine = {n: (p[0], p[1]) for n, p in index.items() if n in self._wanted and n not in file.runs}
@@ -468,7 +474,7 @@ class Backups:
             return
         runs = self._held[numbers[0]].deltas[-count:]
         newer = merge_frames([run.parts(numbers) for run in runs], self.key, drop_deleted=False)
-        newer, index = sort_by_slice(newer, self.slices_total)
+        newer, index = sort_by_slice(newer, self.slicemap)
         run = _Run.of(owned(newer), {number: (place[0], place[1]) for number, place in index.items()})
         for number in numbers:
             held = self._held[number]

@@ -26,7 +26,7 @@ import pyarrow as pa
 import xxhash
 
 from penstock.errors import CorruptData
-from penstock.state.hashing import slice_of
+from penstock.state.slicemap import SliceMap
 from penstock.state.table import HASH
 
 MAGIC: Final = b"PNSK"
@@ -40,9 +40,9 @@ BATCH_ROWS: Final = 1 << 14
 Compression = Literal["lz4", "zstd", "uncompressed"]
 
 
-def sort_by_slice(frame: pl.DataFrame, slices_total: int) -> tuple[pl.DataFrame, dict[int, list[int]]]:
+def sort_by_slice(frame: pl.DataFrame, slicemap: SliceMap) -> tuple[pl.DataFrame, dict[int, list[int]]]:
     """The frame with its rows in the order of their slices (stable), and ``{slice: [offset, length]}``."""
-    numbers = slice_of(frame.get_column(HASH).to_numpy(), slices_total)
+    numbers = slicemap.of(frame.get_column(HASH).to_numpy())
     if numbers.size and not bool((numbers[1:] >= numbers[:-1]).all()):
         order = np.argsort(numbers, kind="stable")
         frame = frame[order]
@@ -56,15 +56,15 @@ def encode(
     meta: Mapping[str, Any],
     frame: pl.DataFrame,
     *,
-    slices_total: int | None = None,
+    slicemap: SliceMap | None = None,
     compression: Compression = "lz4",
 ) -> bytes:
-    """One file. With ``slices_total`` the rows are sorted by slice and the header gets ``slices`` and ``slices_total``;
+    """One file. With ``slicemap`` the rows are sorted by slice and the header gets ``slices`` and ``slices_total``;
     without, they are as ``slices`` in ``meta`` says, if it does. Of a large file the header gets ``batches``."""
     header = dict(meta)
-    if slices_total is not None:
-        frame, index = sort_by_slice(frame, slices_total)
-        header["slices_total"] = slices_total
+    if slicemap is not None:
+        frame, index = sort_by_slice(frame, slicemap)
+        header["slices_total"] = slicemap.count
         header["slices"] = {str(number): place for number, place in index.items()}
     batches = _cuts(frame, [offset + length for offset, length in header.get("slices", {}).values()])
     if batches:

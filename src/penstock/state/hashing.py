@@ -51,8 +51,6 @@ INLINE_BYTES: Final = 12
 BLOCK_ROWS: Final = 8192
 """Work goes in blocks, so that temporaries stay in the cache and are never mapped afresh: several times as fast."""
 
-SLICES_MAX: Final = 1 << 16
-
 _32: Final = np.uint64(32)
 _33: Final = np.uint64(33)
 _LENGTH: Final = np.uint64(0xFFFFFFFF)
@@ -68,16 +66,6 @@ def hash_columns(frame: pl.DataFrame, columns: Sequence[str]) -> U64:
         hashes += _hash_series(frame.get_column(name))
         _mix(hashes)
     return hashes
-
-
-def slice_of(hashes: U64, slices: int) -> NDArray[np.int32]:
-    """The slice of each hash, by its HIGH bits: a table's index uses the low bits, and the two must be independent
-    (a container holds few slices; with shared bits its keys would crowd a fraction of the index)."""
-    assert 0 < slices <= SLICES_MAX, slices
-    share = hashes >> _32
-    share *= np.uint64(slices)
-    share >>= _32
-    return share.astype(np.int32)
 
 
 @lru_cache
@@ -306,4 +294,4 @@ def _byte_layout(series: pl.Series) -> tuple[NDArray[np.int64], NDArray[np.int64
     return starts, np.diff(offsets), data[first:last]
 
 
-__all__ = ["SLICES_MAX", "hash_columns", "hashable", "slice_of"]
+__all__ = ["hash_columns", "hashable"]

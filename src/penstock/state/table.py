@@ -37,10 +37,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from penstock.frames import frame_of, pick, rows_where, stacked, take
-from penstock.state.hashing import hashable, slice_of
+from penstock.state.hashing import hashable
 from penstock.state.index import PARTS, Index, part_of
 from penstock.state.keys import Keys, same_keys
 from penstock.state.memory import Blocks, Column, power_of_two, spans
+from penstock.state.slicemap import SliceMap
 from penstock.state.waiting import Waiting
 
 Rows = NDArray[np.int64]
@@ -325,12 +326,12 @@ class KeyedTable:
 
     # ---- slices ----------------------------------------------------------------------------------------------------
 
-    def export(self, slices: Collection[int], slices_total: int) -> pl.DataFrame:
+    def export(self, slices: Collection[int], slicemap: SliceMap) -> pl.DataFrame:
         """The live rows of some slices, in the columns of a fragment."""
         self.wake()
-        whole, pieces = _parts_of_slices(slices, slices_total)
+        whole, pieces = _parts_of_slices(slices, slicemap)
         cut = self._rows_of(pieces)
-        rows = np.concatenate([self._rows_of(whole), cut[self._in_slices(cut, slices, slices_total)]])
+        rows = np.concatenate([self._rows_of(whole), cut[slicemap.mask(self._hash.array[cut], slices)]])
         rows = rows[self._live.array[rows]]
         values: dict[str, Array | list[bytes | None]] = {}
         for name, kind in self.spec.values.items():
@@ -338,7 +339,7 @@ class KeyedTable:
         deleted = np.zeros(rows.size, dtype=np.bool_)
         return _build_frame(self.spec, self._hash.array[rows], self.keys(rows), values, deleted)
 
-    def unreleased(self, slices: Collection[int], slices_total: int) -> pl.DataFrame:
+    def unreleased(self, slices: Collection[int], slicemap: SliceMap) -> pl.DataFrame:
         """What changed in some slices since the last release, as a fragment's columns: all that somebody who has them
         as they were then still lacks. O(rows touched since)."""
         logs = [log for log in [*self._sealed, self._active] if log.count()]
@@ -347,7 +348,7 @@ class KeyedTable:
         rows = np.concatenate([np.zeros(0, np.int64), *(log.rows for log in logs)])
         rows, first = np.unique(rows, return_index=True)
         was_live = np.concatenate([np.zeros(0, np.bool_), *(log.was_live for log in logs)])[first]
-        inside = self._in_slices(rows, slices, slices_total)
+        inside = slicemap.mask(self._hash.array[rows], slices)
         rows, was_live = rows[inside], was_live[inside]
         encoded = {name: self._encode(name, rows) for name in self._objects}
         return self._copy_changes(rows, was_live, encoded, self._base_epoch, self._base_epoch).frame()
@@ -365,13 +366,13 @@ class KeyedTable:
             for name, kind in self.spec.values.items():
                 self._values[name].array[rows] = _decode_column(there, name, kind)
 
-    def drop_slices(self, slices: Collection[int], slices_total: int) -> None:
+    def drop_slices(self, slices: Collection[int], slicemap: SliceMap) -> None:
         """Forget some slices altogether: rows, marks and undo information."""
         for waiting in self._waiting:
-            waiting.drop(slices, slices_total)
-        whole, pieces = _parts_of_slices(slices, slices_total)
+            waiting.drop(slices, slicemap)
+        whole, pieces = _parts_of_slices(slices, slicemap)
         cut = self._rows_of(pieces)
-        cut = cut[self._in_slices(cut, slices, slices_total)]
+        cut = cut[slicemap.mask(self._hash.array[cut], slices)]
         self._bury(cut[self._live.array[cut]])
         rows = self._rows_of(whole)
         self._forget_history(np.concatenate([cut, rows]))
@@ -670,11 +671,6 @@ class KeyedTable:
         flags[rows] = True
         return flags
 
-    def _in_slices(self, rows: Rows, slices: Collection[int], slices_total: int) -> Mask:
-        wanted = np.zeros(slices_total, dtype=np.bool_)
-        wanted[list(slices)] = True
-        return wanted[slice_of(self._hash.array[rows], slices_total)]
-
     def _last_of_each_key(self, frame: pl.DataFrame) -> pl.DataFrame:
         hashes = np.sort(frame.get_column(HASH).to_numpy())
         if hashes.size < 2 or not (hashes[1:] == hashes[:-1]).any():
@@ -720,17 +716,11 @@ class KeyedTable:
             log.rows = np.where(stays.take(place, mode="clip") == log.rows, moved.take(place, mode="clip"), log.rows)
 
 
-def _parts_of_slices(slices: Collection[int], slices_total: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _parts_of_slices(slices: Collection[int], slicemap: SliceMap) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """The parts that hold nothing else, and those that hold other slices as well."""
-    wanted = np.zeros(slices_total, dtype=np.bool_)
-    wanted[list(slices)] = True
-    upto = np.concatenate([[0], np.cumsum(wanted)])
     edges = np.arange(PARTS + 1, dtype=np.uint64) << np.uint64(56)
-    first = slice_of(edges[:-1], slices_total).astype(np.intp)
-    last = slice_of(edges[1:] - np.uint64(1), slices_total).astype(np.intp)
-    inside = upto[last + 1] - upto[first]
-    whole = inside == last + 1 - first
-    return np.flatnonzero(whole), np.flatnonzero((inside > 0) & ~whole)
+    whole, some = slicemap.of_ranges(edges[:-1], edges[1:] - np.uint64(1), slices)
+    return np.flatnonzero(whole), np.flatnonzero(some & ~whole)
 
 
 @dataclass

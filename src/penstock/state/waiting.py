@@ -17,8 +17,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from penstock.frames import stacked, take
-from penstock.state.hashing import slice_of
 from penstock.state.memory import spans
+from penstock.state.slicemap import SliceMap
 
 U64 = NDArray[np.uint64]
 Places = NDArray[np.int64]
@@ -81,11 +81,9 @@ class Waiting:
         self._next = end
         return self._leave(begin + np.flatnonzero(self._left[begin:end]))
 
-    def drop(self, slices: Collection[int], slices_total: int) -> None:
+    def drop(self, slices: Collection[int], slicemap: SliceMap) -> None:
         """Forget the rows of some slices."""
-        unwanted = np.zeros(slices_total, dtype=np.bool_)
-        unwanted[list(slices)] = True
-        self._left &= ~unwanted[slice_of(self._hashes, slices_total)]
+        self._left &= ~slicemap.mask(self._hashes, slices)
 
     def _leave(self, places: Places) -> pl.DataFrame:
         self._left[places] = False

@@ -22,7 +22,7 @@ from penstock.control.events import (
 )
 from penstock.engines.task import Container
 from penstock.state.backup import COMMITS_KEPT, Backups
-from penstock.state.hashing import slice_of
+from penstock.state.slicemap import SliceMap
 
 UNDO_MAX = 3
 """Epochs that a table can go back to: the last checkpoint, the one being taken, and one that no task has heard of."""
@@ -80,7 +80,7 @@ class SingleOwner:
     owners: dict[tuple[int, str, int, int], str] = field(default_factory=dict)
     """(attempt, stage, epoch, slice) -> who applied it"""
 
-    def on_applied(self, attempt: int, epoch: int, who: str, held: Container, slices: int) -> None:
+    def on_applied(self, attempt: int, epoch: int, who: str, held: Container, slicemap: SliceMap) -> None:
         for number in held.slices:
             key = (attempt, held.stage, epoch, number)
             other = self.owners.setdefault(key, who)
@@ -88,7 +88,7 @@ class SingleOwner:
                 raise Violation(
                     self.name, f"slice {number} of '{held.stage}' in epoch {epoch} is applied by {other} and by {who}"
                 )
-        strange = set(slice_of(held.table.live_hashes(), slices).tolist()) - held.slices
+        strange = set(slicemap.of(held.table.live_hashes()).tolist()) - held.slices
         if strange:
             raise Violation(self.name, f"{who} holds rows of slices {sorted(strange)}, and owns {sorted(held.slices)}")
 

@@ -558,13 +558,14 @@ class SimEngine:
         if (spec.epoch + spec.index) % 3 == 0:
             worker.wake_some()  # as a slot's process does while it has no task
         report, out = worker.run(spec, blobs)
-        job.slices = spec.slices
+        if stage.keyed is not None:
+            job.slices = spec.slicemap.count
         for (target, container), blob in out.items():
             job.blobs.append((target, container, blob, node, node.life))
         if stage.stateful and not report.missing and report.error is None:
             who = f"'{spec.stage}' {spec.index} on {node} (life {node.life}, process {worker.number})"
             held = worker.containers[spec.stage, spec.index]
-            c.checkers.single_owner.on_applied(spec.attempt, spec.epoch, who, held, spec.slices)
+            c.checkers.single_owner.on_applied(spec.attempt, spec.epoch, who, held, spec.slicemap)
             c.checkers.bounded_growth.on_table(who, held.table.epochs())
             c.checkers.sound.on_table(who, held)
         return report

@@ -8,8 +8,8 @@ row, several sources into one stage, joins, windows by the clock, records that b
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ import polars as pl
 
 from penstock.config import Config
 from penstock.connectors.base import Sink, Source
-from penstock.flow import Flow, Stream
+from penstock.flow import Flow, KeyedStream, Stream
 from penstock.operators.aggregates import count, max, sum
 from penstock.operators.custom import Emit, Operator
 from penstock.operators.event_time import CLOCK
@@ -27,6 +27,8 @@ from penstock.operators.windows import hopping
 
 SCHEMA = pl.Schema({"k": pl.String(), "g": pl.Int64(), "x": pl.Float64(), "t": pl.Datetime("us")})
 BRANCHES = ("running", "windows", "custom", "timers", "ranking", "chain", "window-ranking", "clock", "join")
+KEYED = ("running", "windows", "custom", "timers", "ranked", "first", "second", "clock", "join", "counted")
+"""Operators that may have a number of slices of their own."""
 START_US = 1_700_000_000_000_000
 
 
@@ -74,6 +76,8 @@ class Scenario:
     quiet_at: float
     """When faults end."""
     nodes: int
+    own_slices: Mapping[str, int] = field(default_factory=dict)
+    """operator -> number of slices of its stage; others have ``slices``"""
 
     @staticmethod
     def draw(seed: int) -> Scenario:
@@ -93,6 +97,7 @@ class Scenario:
             r.choice([1, 2, 4, 8]),
             quiet_at,
             r.randint(1, 4),
+            _own_slices(seed),
         )
 
     def config(self, r: random.Random) -> Config:
@@ -115,6 +120,12 @@ class Scenario:
         )
         r.random()  # DIGEST
         return config.replace(move_timeout_s=r.choice([1.0, 600.0]))
+
+
+def _own_slices(seed: int) -> dict[str, int]:
+    """Every fifth seed has stages with different numbers of slices. No other draw depends on these."""
+    r = random.Random(f"penstock slices {seed}")
+    return {name: r.choice([2, 3, 6, 16]) for name in KEYED if r.random() < 0.7} if seed % 5 == 3 else {}
 
 
 def _input(r: random.Random, count: int, keys: int, quiet_at: float) -> Input:
@@ -176,38 +187,43 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
 
 def _join(left: Stream, right: Stream, scenario: Scenario) -> Stream:
     near = within("t", "t", before="2s", after="1s")
-    joined = left.key_by("k").join("join", right.key_by("k"), within=near, lateness=f"{scenario.lateness_s}s")
+    by_key = left.key_by("k", slices=scenario.own_slices.get("join"))
+    joined = by_key.join("join", right.key_by("k"), within=near, lateness=f"{scenario.lateness_s}s")
     return joined.select("pairs", "k", "t", "t_right", both=pl.col("x") + pl.col("x_right"))
 
 
 def _branch(branch: str, stream: Stream, scenario: Scenario) -> Stream:
     lateness = f"{scenario.lateness_s}s"
+
+    def keyed(operator: str, rows: Stream = stream, key: str = "k") -> KeyedStream:
+        return rows.key_by(key, slices=scenario.own_slices.get(operator))
+
     match branch:
         case "running":
-            return stream.key_by("k").aggregate("running", n=count(), x=sum("x"), high=max("x"))
+            return keyed("running").aggregate("running", n=count(), x=sum("x"), high=max("x"))
         case "windows":
             windows = hopping("4s", every="2s", on="t", lateness=lateness)
-            return stream.key_by("k").window(windows).aggregate("windows", n=count(), x=sum("x"))
+            return keyed("windows").window(windows).aggregate("windows", n=count(), x=sum("x"))
         case "custom":
             schema: dict[str, Any] = {"k": str, "number": int, "step": float}
-            return stream.key_by("k").process("custom", Steps(), schema=schema)
+            return keyed("custom").process("custom", Steps(), schema=schema)
         case "timers":
             schema = {"k": str, "at": pl.Datetime("us"), "events": int}
-            return stream.key_by("k").process("timers", Silence(), schema=schema, on="t", lateness=lateness)
+            return keyed("timers").process("timers", Silence(), schema=schema, on="t", lateness=lateness)
         case "ranking":
-            return stream.key_by("k").aggregate("ranked", n=count(), x=sum("x")).top_k("ranking", 3, by="n")
+            return keyed("ranked").aggregate("ranked", n=count(), x=sum("x")).top_k("ranking", 3, by="n")
         case "chain":
             schema = {"k": str, "number": int, "step": float}
-            steps = stream.key_by("k").process("first", Steps(), schema=schema)
-            return steps.key_by("number").aggregate("second", n=count(), high=max("step"))
+            steps = keyed("first").process("first", Steps(), schema=schema)
+            return keyed("second", steps, "number").aggregate("second", n=count(), high=max("step"))
         case "clock":
             windows = hopping("2s", every="2s", on=CLOCK)
-            return stream.key_by("k").window(windows).aggregate("clock", n=count(), x=sum("x"))
+            return keyed("clock").window(windows).aggregate("clock", n=count(), x=sum("x"))
         case "join":
             return _join(*stream.split("half", pl.col("g") == 0), scenario)
         case _:
             windows = hopping("4s", every="4s", on="t", lateness=lateness)
-            counted = stream.key_by("k").window(windows).aggregate("counted", n=count())
+            counted = keyed("counted").window(windows).aggregate("counted", n=count())
             return counted.top_k("window-ranking", 2, by="n")
 
 

@@ -17,6 +17,7 @@ from penstock.connectors.sinks import MemorySink
 from penstock.control.events import (
     Tick,
 )
+from penstock.control.routing import RoutingTable
 from penstock.engines.local import LocalEngine
 from penstock.engines.runtime import Runtime
 from penstock.engines.sim.checkers import canonical
@@ -113,10 +114,11 @@ def final_state(store: Store, plan: Plan) -> dict[str, pl.DataFrame]:
             layout = stage.keyed.table()
             assert layout is not None
             table = KeyedTable(layout)
-            slices = manifest.routing["slices"]
-            for file in manifest.files_for(StageId(stage.id), range(slices)):
+            slicemap = RoutingTable.from_json(manifest.routing).slicemaps[stage.id]
+            slices = range(slicemap.count)
+            for file in manifest.files_for(StageId(stage.id), slices):
                 table.load(read_slices(store.get(file.name), file.name, file.slices))
-            out[str(stage.id)] = table.export(range(slices), slices)
+            out[str(stage.id)] = table.export(slices, slicemap)
     return out
 
 

@@ -172,14 +172,16 @@ class Storm:
         r, routing = self.random, c.routes.table
         stage = r.choice(sorted(routing.owners if r.random() < 0.85 else routing.instances))
         instances = r.randint(1, len(c.fleet.nodes) + 2)
-        most = routing.slices if stage in routing.owners else instances
+        most = routing.slices_in(stage) if stage in routing.owners else instances
         event = RescaleRequested(now=self._now, stage=stage, instances=min(instances, most))
         self._give(f"rescale: '{stage}' to {instances}", lambda job: job.rescale(stage, instances), event)
 
     def _keyed(self, c: Controller) -> tuple[StageId, list[int]]:
-        r = self.random
-        slices = r.sample(range(c.routes.table.slices), r.randint(1, min(4, c.routes.table.slices)))
-        return r.choice(sorted(c.routes.table.owners)), slices
+        r, most = self.random, c.routes.table.slices_most
+        # The slices are drawn before the stage: what a seed means depends on the order of the draws.
+        drawn = r.sample(range(most), r.randint(1, min(4, most)))
+        stage = r.choice(sorted(c.routes.table.owners))
+        return stage, [number % c.routes.table.slices_in(stage) for number in drawn]
 
     def _move(self, c: Controller, times: int) -> None:
         """To containers that there are; twice: the same slices to two of them, one order upon the other."""
@@ -191,7 +193,7 @@ class Storm:
         """To a container that may be vacant, homeless, or not there at all; of slices that may not be there."""
         stage, slices = self._keyed(c)
         if self.random.random() < 0.2:
-            slices = [*slices, c.routes.table.slices + 1]
+            slices = [*slices, c.routes.table.slices_in(stage) + 1]
         self._send(stage, slices, self.random.randint(-1, c.routes.table.instances[stage] + 2))
 
     def _send(self, stage: StageId, slices: list[int], target: int) -> None:

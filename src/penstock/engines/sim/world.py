@@ -498,7 +498,8 @@ class World:
             self.tell("world", "rebalance")
             driver.post(RebalanceRequested(now=now))
         else:
-            slices = r.sample(range(routing.slices), r.randint(1, min(4, routing.slices)))
+            count = routing.slices_in(stage)
+            slices = r.sample(range(count), r.randint(1, min(4, count)))
             target = r.randrange(routing.instances[StageId(stage)])
             self.tell("world", f"move slices {slices} of '{stage}' to {target}")
             driver.post(MoveRequested(now=now, stage=StageId(stage), targets=dict.fromkeys(slices, target)))

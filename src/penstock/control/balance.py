@@ -43,7 +43,7 @@ class Balance(Concern):
     def peers(self, stage: StageId, instances: int | None = None) -> list[Peer]:
         """Containers that may own slices of a stage. ``instances``: also the ones that are to be emptied."""
         core = self.core
-        homes, nodes = core.routes.table.homes, core.fleet.nodes
+        homes, nodes = core.routes.table.homes_of(stage), core.fleet.nodes
         # Containers that are still to come get their share when there is room for them.
         limit = (
             instances if instances is not None else min(core.routes.table.instances[stage], core.resizes.planned(stage))
@@ -152,7 +152,7 @@ class Balance(Concern):
         owners = table.owners[stage]
         moving = self.core.moves.goals(stage)
         goal = [moving.get(s, owner) for s, owner in enumerate(owners)]
-        mine = [s for s, c in enumerate(goal) if table.homes.get(c) == node]
+        mine = [s for s, c in enumerate(goal) if table.homes_of(stage).get(c) == node]
         if not slots or not mine:
             return []
         load = self.load.weights(stage, len(owners))
@@ -190,9 +190,9 @@ class Balance(Concern):
         """Is a slice about to arrive at a container of the node that may not work? The slice must go on from there,
         which can be asked for when it has arrived.
         """
-        homes = self.core.routes.table.homes
+        table = self.core.routes.table
         return any(
-            homes.get(m.target) == node and all(p.container != m.target for p in self.peers(m.stage))
+            table.homes_of(m.stage).get(m.target) == node and all(p.container != m.target for p in self.peers(m.stage))
             for m in self.core.moves.in_phase("handover", "switch", "release")
         )
 
@@ -202,11 +202,13 @@ class Balance(Concern):
         """
         core, table = self.core, self.core.routes.table
         going = core.fleet.leaving - core.fleet.drained.keys()
-        there = {c for c, node in table.homes.items() if node in going}
+        if not going and not core.resizes.wanted:
+            return []
+        there = table.homes_on(going)
         found = []
-        for info in core.topology.stateful if there or core.resizes.wanted else ():
+        for info in core.topology.stateful:
             limit = core.resizes.wanted.get(info.id, INSTANCES_MAX)
-            lost = [s for s, c in enumerate(table.owners[info.id]) if c in there or c >= limit]
+            lost = [s for s, c in enumerate(table.owners[info.id]) if c in there[info.id] or c >= limit]
             if any((info.id, s) not in core.moves.by_slice for s in lost) and self.peers(info.id):
                 found.append(info.id)
         return found

@@ -187,13 +187,14 @@ class Controller:
         self.attempts.at_least(event.attempt)
         self.routes.put(self.routes.table.filled())
         self.fleet.nodes = {n.name: n for n in event.nodes or (NodeInfo("local"),)}
+        told = self.fleet.keep_cores()
         self.fleet.assign_homes()
         self.holders.refresh()
         for source in [s.id for s in self.topology.stages if s.is_source]:  # the engine starts them
             self.processes.answered(source, range(self.routes.table.instances[source]))
         self.rewind(event.now)
         self.epochs.first = self.epochs.next
-        return []
+        return told
 
     def _on_stop(self, event: ev.StopRequested) -> list[Command]:
         self.stopping = True
@@ -246,8 +247,7 @@ class Controller:
 
     def dismiss(self, node: str, now: float, reason: str) -> list[Command]:
         """Every task on this node fails: everybody goes on without it."""
-        gone = self.fleet.dismiss(node)
-        _, told = self._take_over({s.id: gone for s in self.topology.stages})
+        _, told = self._take_over(self.fleet.dismiss(node))
         why = f"every task on {named([node])} fails, so it is given back, and can be replaced by scale_out: {reason}"
         return [*self.recover(now, reason), Tell(text=why), *told, ReleaseNodes(nodes=(node,))]
 
@@ -255,8 +255,9 @@ class Controller:
         """Slices of containers that are gone go to others, and containers that work get a node. Whether the lost ones
         owned any slices, and what there is to tell."""
         self.moves.complete_switch()
-        homes = {c: n for c, n in self.routes.table.homes.items() if n in self.fleet.nodes}
-        table = self.routes.table.change(homes=homes)
+        homes = self.routes.table.homes
+        living = {s: {c: n for c, n in found.items() if n in self.fleet.nodes} for s, found in homes.items()}
+        table = self.routes.table.change(homes=living)
         worked = any(set(table.occupied(s)) & gone for s, gone in lost.items() if s in table.owners)
         told: list[Tell] = []
         self.processes.lost(lost)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.control import placement
@@ -51,8 +51,11 @@ class Fleet(Concern):
         """Nodes that were asked for and have not come yet."""
         self.nodes_most = 0
         """The most nodes there were at once, without the ones that were given back: this many may come back."""
-        self.cores: dict[str, int] = {}
+
+    @property
+    def cores(self) -> Mapping[str, int]:
         """Nodes with a limit -> containers of each stage that work there. The others of that node are vacant."""
+        return self.core.routes.table.cores
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -94,13 +97,14 @@ class Fleet(Concern):
             )
 
     def working(self) -> set[int]:
-        """Containers that own slices of some stage."""
+        """Numbers of containers that own slices of some stage."""
         table = self.core.routes.table
         return {c for s in table.owners for c in table.occupied(s)}
 
     def homeless(self) -> bool:
         """Is there a container with work and no node to do it on?"""
-        return any(c not in self.core.routes.table.homes for c in self.working())
+        table = self.core.routes.table
+        return any(c not in table.homes_of(s) for s in table.owners for c in table.occupied(s))
 
     # -- homes of containers -------------------------------------------------------------------------------------
 
@@ -113,8 +117,19 @@ class Fleet(Concern):
             self.assign_homes(self.working())  # first the containers that cannot wait
         table = self.core.routes.table
         count = max([*table.instances.values(), *self.core.resizes.wanted.values()])
+        homes = {s: self._homes(s, count, wanted, patient=patient) for s in table.instances}
+        if self.short:
+            room = self.room()
+            fitting = {s: within_slots(sorted(found), found, room) for s, found in homes.items()}
+            self.short = any(len(fitting[s]) < len(found) for s, found in homes.items())
+            homes = {s: {c: found[c] for c in fitting[s]} for s, found in homes.items()}
+        if homes != {s: dict(found) for s, found in table.homes.items()}:
+            self.core.routes.amend(homes=homes)
+
+    def _homes(self, stage: StageId, count: int, wanted: Collection[int] | None, *, patient: bool) -> dict[int, str]:
+        """container -> node for one stage"""
         staying = {n: self.nodes[n].cores for n in self.staying()}
-        current = {c: n for c, n in table.homes.items() if n in self.nodes}
+        current = {c: n for c, n in self.core.routes.table.homes_of(stage).items() if n in self.nodes}
         homes = placement.homes(count, staying, current, self.cores) if staying else current
         homes = {c: n for c, n in homes.items() if c in current or wanted is None or c in wanted}
         if patient:
@@ -124,11 +139,7 @@ class Fleet(Concern):
                     living[n] += 1
                     if c not in working and living[n] > max(self.room()[n], math.ceil(count / self.nodes_most)):
                         del homes[c]
-        if self.short:
-            self.short = len(fitting := within_slots(sorted(homes), homes, self.room())) < len(homes)
-            homes = {c: homes[c] for c in fitting}
-        if homes != dict(table.homes):
-            self.core.routes.amend(homes=homes)
+        return homes
 
     def gathering(self, now: float) -> bool:
         """All nodes were lost, and the first ones back wait for others: the first should not get everything."""
@@ -149,8 +160,9 @@ class Fleet(Concern):
         table = self.core.routes.table
         changes: dict[StageId, tuple[int, ...]] = {}
         for stage, before in table.owners.items():
-            peers = [Peer(c, n, self.nodes[n].zone) for c, n in table.homes.items() if c < table.instances[stage]]
-            changes[stage] = placement.takeover(before, set(before) - table.homes.keys(), {}, peers)
+            homes = table.homes_of(stage)
+            peers = [Peer(c, n, self.nodes[n].zone) for c, n in homes.items() if c < table.instances[stage]]
+            changes[stage] = placement.takeover(before, set(before) - homes.keys(), {}, peers)
         self.core.routes.put(table.change(owners={**table.owners, **changes}))
         self.core.holders.refresh()
         for run in self.core.epochs.in_flight.values():  # all of them are to run again, and none has begun
@@ -165,7 +177,7 @@ class Fleet(Concern):
         self.nodes_most = max(self.nodes_most, len(before)) - len(lost & self.released)
         self.nodes_most = max(self.nodes_most, len(self.nodes))
         self.leaving &= set(self.nodes)
-        self.cores = {n: cores for n, cores in self.cores.items() if n in self.nodes}
+        self.keep_cores()
         self.core.holders.keep_nodes(self.nodes)
         self.core.balance.keep_nodes(self.nodes)
         out: list[Command] = []
@@ -175,9 +187,9 @@ class Fleet(Concern):
         self.drained = {n: e for n, e in self.drained.items() if n in self.leaving}
         self.released &= self.leaving
         if lost:
-            gone = {c for c, node in self.core.routes.table.homes.items() if node in lost}
+            gone = self.core.routes.table.homes_on(lost)
             reason = f"lost {named(lost)}" + (f" ({event.reason})" if event.reason else "")
-            out += self.core.lose({s.id: gone for s in self.core.topology.stages}, event.now, reason, parted)
+            out += self.core.lose(gone, event.now, reason, parted)
         if not self.nodes:
             self.lost_all_at = event.now
         if new and not self.gathering(event.now):
@@ -188,13 +200,14 @@ class Fleet(Concern):
         """New nodes take over containers without a home. Nodes for which none is left get containers of their own."""
         core = self.core
         self.assign_homes(patient=True)
-        spare = sorted(set(new) - set(core.routes.table.homes.values()))
+        homes = core.routes.table.homes
+        spare = sorted(set(new) - {node for found in homes.values() for node in found.values()})
         wanted = spare if core.settings.grows else spare[: self.invited]
         self.invited = max(0, self.invited - len(spare))
         out = core.resizes.grow([self.nodes[n] for n in wanted])
         table = core.routes.table
         for stage in [s.id for s in core.topology.stages if not s.stateful]:
-            housed = {c for c in range(table.instances[stage]) if c in table.homes}
+            housed = {c for c in range(table.instances[stage]) if c in table.homes_of(stage)}
             out += core.processes.start(stage, housed - core.processes.up[stage])
         core.balance.respread(f"new {named(new)}")
         return out
@@ -236,13 +249,14 @@ class Fleet(Concern):
         self.invited = 0  # the engine does not wait any more for nodes that have not come
         return [ReleaseNodes(nodes=going)]
 
-    def dismiss(self, node: str) -> set[int]:
-        """A node is there and of no use, because its disk is full, say: everybody goes on without it. Its containers."""
+    def dismiss(self, node: str) -> dict[StageId, set[int]]:
+        """A node is there and of no use, because its disk is full, say. Everybody goes on without its containers, which
+        are returned."""
         self.leaving.add(node)
         self.drained[node] = self.core.epochs.next
         self.released.add(node)
         self.invited = 0
-        return {c for c, home in self.core.routes.table.homes.items() if home == node}
+        return self.core.routes.table.homes_on({node})
 
     def on_cores(self, event: CoresRequested) -> list[Command]:
         """This many containers of every stage work on the node. More: they are started first. Fewer: the others are
@@ -253,19 +267,29 @@ class Fleet(Concern):
             self.check_cores(node, cores)
         except ConfigError as error:
             return [Tell(text=f"the cores of {named([node])} stay as they are: {error.message.removesuffix('.')}")]
-        self.cores[node] = cores
+        table = core.routes.table
+        core.routes.amend(cores={**table.cores, node: cores})
         core.balance.respread_node(node, f"{cores} cores of {named([node])}")
-        homes, instances = core.routes.table.homes, core.routes.table.instances
-        here = sorted(c for c, home in homes.items() if home == node)
-        first = max([*instances.values(), *core.resizes.wanted.values(), *(c + 1 for c in homes)])
-        fresh = range(first, first + max(0, cores - len(here)))
-        if fresh:
-            core.routes.amend(homes={**homes, **dict.fromkeys(fresh, node)})
-        slots = [*here, *fresh][:cores]
+        here = {s: sorted(found) for s, found in table.homes_on({node}).items()}
+        known = (c + 1 for homes in table.homes.values() for c in homes)
+        first = max([*table.instances.values(), *core.resizes.wanted.values(), *known])
+        fresh = {s: range(first, first + max(0, cores - len(found))) for s, found in here.items()}
+        if any(fresh.values()):
+            core.routes.amend(homes={s: {**table.homes_of(s), **dict.fromkeys(fresh[s], node)} for s in here})
         out = core.waits(f"the change of the cores of {named([node])} to {cores}")
         for info in core.topology.stages:
-            out += core.resizes.open_slots(info, slots)
+            out += core.resizes.open_slots(info, [*here[info.id], *fresh[info.id]][:cores])
         return out
+
+    def keep_cores(self) -> list[Command]:
+        """Forget limits of nodes that are gone, or that have fewer cores now. What there is to tell."""
+        cores = self.cores
+        kept = {n: c for n, c in cores.items() if n in self.nodes and c <= self.nodes[n].cores}
+        if kept == dict(cores):
+            return []
+        self.core.routes.amend(cores=kept)
+        gone = named(cores.keys() - kept.keys())
+        return [Tell(text=f"the limit on the cores of {gone} is forgotten: no such node, or it has fewer cores")]
 
     # -- containers that read sources ----------------------------------------------------------------------------
 
@@ -274,11 +298,12 @@ class Fleet(Concern):
         up = self.core.processes.up[source]
         could = self.could_read(source, table)
         ready = tuple(c for c in could if c in up)
-        leaving = (c for c in range(table.instances[source]) if table.homes.get(c) in self.leaving)
+        homes = table.homes_of(source)
+        leaving = (c for c in range(table.instances[source]) if homes.get(c) in self.leaving)
         return ready or tuple(c for c in leaving if c in up) or could
 
     def could_read(self, source: StageId, table: RoutingTable) -> tuple[int, ...]:
-        homes, count = table.homes, table.instances[source]
+        homes, count = table.homes_of(source), table.instances[source]
         staying = set(self.staying())
         housed = [c for c in range(count) if homes.get(c) in staying]
         if not housed:  # all that used to read it are gone: others do, wherever there is a node
@@ -288,8 +313,11 @@ class Fleet(Concern):
     def _in_use(self, node: str) -> bool:
         """Does a container on this node own slices, or read a source?"""
         table = self.core.routes.table
-        reading = {c for s in self.core.topology.stages if s.is_source for c in self.reading(s.id, table)}
-        return any(table.homes.get(c) == node for c in self.working() | reading)
+        for info in self.core.topology.stages:
+            busy = self.reading(info.id, table) if info.is_source else table.occupied(info.id)
+            if any(table.homes_of(info.id).get(c) == node for c in busy):
+                return True
+        return False
 
     def validate(self) -> None:
         for node, cores in self.cores.items():

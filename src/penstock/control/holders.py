@@ -55,7 +55,7 @@ class Holders(Concern):
             awake = core.processes.awake(info.id)
             peers = [p for p in core.balance.peers(info.id, table.instances[info.id]) if p.container in awake]
             able = [p for p in peers if p.node not in self.bad_nodes]
-            homed = all(c in table.homes for c in owners)
+            homed = all(c in table.homes_of(info.id) for c in owners)
             if homed and len({p.node for p in peers}) > 1:
                 before = table.holders.get(info.id, ())
                 holders[info.id] = self.policy.holders(owners, able, core.settings.backups, before)
@@ -70,7 +70,7 @@ class Holders(Concern):
         owners = table.owners[stage.id]
         holders = table.holders.get(stage.id, ((),) * len(owners))
         # An epoch that began before a target had a node cannot reach it.
-        usable = {c for c in range(table.instances[stage.id]) if c in table.homes}
+        usable = {c for c in range(table.instances[stage.id]) if c in table.homes_of(stage.id)}
         targets = {s: c for s, c in self.core.moves.copies(stage.id).items() if c in usable}
         copies = tuple(
             tuple(sorted({*held, *([targets[s]] if s in targets else [])} - {owners[s]}))
@@ -130,7 +130,7 @@ class Holders(Concern):
                 out.append(Tell(text=f"container {report.index}: {report.waits}"))
             elif not report.waits:
                 self.waiting.discard(container)
-            node = self.core.routes.table.homes.get(report.index, "") if report.problem else ""
+            node = self.core.routes.table.homes_of(stage).get(report.index, "") if report.problem else ""
             if node and node not in self.bad_nodes:
                 self.bad_nodes.add(node)
                 out.append(Tell(text=f"{named([node])} keeps no backups any more: {report.problem}"))

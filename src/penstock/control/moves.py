@@ -124,7 +124,9 @@ class Moves(Concern):
             return [Tell(text=f"slices of '{stage}' stay: it has no state to move")]
         self.expire(event.now)  # a move whose time is just up begins anew
         usable = {p.container for p in core.balance.peers(stage)}
-        targets = {s: c for s, c in event.targets.items() if c in usable and 0 <= s < core.routes.table.slices_in(stage)}
+        targets = {
+            s: c for s, c in event.targets.items() if c in usable and 0 <= s < core.routes.table.slices_in(stage)
+        }
         out = core.waits(f"the move of slices {listed(sorted(targets))} of '{stage}'") if targets else []
         out += self.ask(stage, targets, event.now, event.reason)
         if left := sorted(event.targets.keys() - targets.keys()):
@@ -245,7 +247,7 @@ class Moves(Concern):
         for move in list(self.by_slice.values()):
             if move.phase in DECIDED:
                 self._end(move, "done", now)
-            elif move.target not in table.homes:
+            elif move.target not in table.homes_of(move.stage):
                 self._end(move, "target lost", now)
             elif table.owners[move.stage][move.slice] != move.source:
                 self._end(move, "overtaken by a recovery", now)

@@ -43,7 +43,7 @@ class Processes(Concern):
         if not cold:
             return []
         self.warming |= {(stage, c) for c in cold}
-        homes = self.core.routes.table.homes
+        homes = self.core.routes.table.homes_of(stage)
         return [WarmUp(stage=stage, containers=cold, homes={c: homes[c] for c in cold if c in homes})]
 
     def wake_suspects(self) -> list[Command]:
@@ -71,9 +71,9 @@ class Processes(Concern):
         self.warmed |= pairs
         # A process that is being started takes up its node's cores. Work sent to the node would wait, and with that
         # work the whole epoch.
-        homes = self.core.routes.table.homes
-        starting = {homes.get(c) for _, c in self.warming - self.suspects}
-        ready = {(s, c) for s, c in self.warmed if homes.get(c) not in starting}
+        table = self.core.routes.table
+        starting = {table.homes_of(s).get(c) for s, c in self.warming - self.suspects}
+        ready = {(s, c) for s, c in self.warmed if table.homes_of(s).get(c) not in starting}
         self.warmed -= ready
         if ready & self.suspects:
             self.suspects -= ready

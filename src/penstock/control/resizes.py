@@ -132,7 +132,7 @@ class Resizes(Concern):
 
     def _numbers(self, stage: StageId, instances: int) -> int:
         """The container count that leaves ``instances`` usable containers, after those beyond a node's cores."""
-        homes, cores = self.core.routes.table.homes, self.core.fleet.cores
+        homes, cores = self.core.routes.table.homes_of(stage), self.core.fleet.cores
         count = instances
         while count < self.most(stage) and len(within_slots(range(count), homes, cores)) < instances:
             count += 1

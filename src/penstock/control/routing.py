@@ -4,21 +4,19 @@ One immutable, versioned value. Version v takes effect at an epoch, by the log; 
 keyed stage has a number of slices, set once for the life of a job. Everything else may change between two epochs.
 
 A container's number is its place in the exchanges between stages, so it does not change when its node goes: a container
-may be *vacant* (it owns nothing) until it gets another node, or slices again. Nodes come and go with Spark's executors,
-so homes and holders are worked out anew at each start and are not in the log.
+may be *vacant* (it owns nothing) until it gets another node, or slices again. The whole table is in the log. Nodes come
+and go with Spark's executors: at a start, containers whose node is gone get another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.ids import ContainerId, RoutingVersion, SliceId, StageId
+from penstock.ids import INSTANCES_MAX, ContainerId, RoutingVersion, SliceId, StageId
 from penstock.state.slicemap import SliceMap
-
-INSTANCES_MAX = 1024
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,12 @@ class RoutingTable:
     """Keyed stages: the owner of each slice."""
     instances: Mapping[StageId, int]
     """All stages, sources too."""
-    homes: Mapping[int, str] = field(default_factory=dict)
-    """container -> node, in every stage; those left out have none"""
+    homes: Mapping[StageId, Mapping[int, str]] = field(default_factory=dict)
+    """stage -> container -> node. Containers that are left out have no node."""
     holders: Mapping[StageId, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Stateful stages: the containers that keep a backup of each slice."""
+    cores: Mapping[str, int] = field(default_factory=dict)
+    """Nodes with a limit -> containers of each stage that work there. The other containers of the node are vacant."""
 
     @staticmethod
     def initial(
@@ -65,6 +65,14 @@ class RoutingTable:
     def slices_most(self) -> int:
         """The number of slices of the stage that has most; 0 without a keyed stage."""
         return max((m.count for m in self.slicemaps.values()), default=0)
+
+    def homes_of(self, stage: StageId) -> Mapping[int, str]:
+        """container of the stage -> node"""
+        return self.homes.get(stage, {})
+
+    def homes_on(self, nodes: Collection[str]) -> dict[StageId, set[int]]:
+        """The containers of each stage that live on these nodes."""
+        return {s: {c for c, node in self.homes_of(s).items() if node in nodes} for s in self.instances}
 
     def slices_of(self, stage: StageId, container: int) -> tuple[SliceId, ...]:
         return tuple(SliceId(s) for s, c in enumerate(self.owners[stage]) if c == container)
@@ -140,6 +148,9 @@ class RoutingTable:
             "slices": {s: m.count for s, m in self.slicemaps.items()},
             "owners": {s: list(o) for s, o in self.owners.items()},
             "instances": dict(self.instances),
+            "homes": {s: {str(c): node for c, node in homes.items()} for s, homes in self.homes.items()},
+            "holders": {s: [list(held) for held in holders] for s, holders in self.holders.items()},
+            "cores": dict(self.cores),
         }
 
     @staticmethod
@@ -152,6 +163,9 @@ class RoutingTable:
             {StageId(s): SliceMap(n) for s, n in slices.items()},
             {StageId(s): tuple(ContainerId(c) for c in o) for s, o in data["owners"].items()},
             {StageId(s): n for s, n in data["instances"].items()},
+            {StageId(s): {int(c): node for c, node in homes.items()} for s, homes in data.get("homes", {}).items()},
+            {StageId(s): tuple(tuple(held) for held in holders) for s, holders in data.get("holders", {}).items()},
+            dict(data.get("cores", {})),
         )
 
 

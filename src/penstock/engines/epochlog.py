@@ -15,7 +15,8 @@ RESTORE = "Restore it from a copy: without it the epochs after the checkpoint ca
 
 
 def encode(record: EpochRecord) -> bytes:
-    body = msgspec.json.encode(record)
+    fields = {name: getattr(record, name) for name in record.__struct_fields__}
+    body = msgspec.json.encode(fields | {"routing": record.routing and record.routing.to_json()})
     return xxhash.xxh3_64_hexdigest(body).encode() + b"\n" + body
 
 

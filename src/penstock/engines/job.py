@@ -125,9 +125,9 @@ class Job:
         names = [n for n in controller.fleet.nodes if n not in controller.fleet.leaving]
         if isinstance(nodes, int):
             slices = {n: 0 for n in names}
-            for owners in controller.routes.table.owners.values():
+            for stage, owners in controller.routes.table.owners.items():
                 for container in owners:
-                    home = controller.routes.table.homes.get(container, "")
+                    home = controller.routes.table.homes_of(stage).get(container, "")
                     slices[home] = slices.get(home, 0) + 1
             chosen = sorted(names, key=lambda n: (slices.get(n, 0), -len(n), n))[:nodes]  # the least to move
             if nodes < 1:

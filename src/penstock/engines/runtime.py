@@ -272,7 +272,9 @@ class Runtime:
         owners = {str(stage): slices for stage, slices in controller.routes.table.owners.items()}
         load: dict[tuple[str, int], float] = {}
         for stage_id in controller.routes.table.owners:
-            for number, rate in enumerate(controller.balance.load.of(stage_id, controller.routes.table.slices_in(stage_id)) or ()):
+            for number, rate in enumerate(
+                controller.balance.load.of(stage_id, controller.routes.table.slices_in(stage_id)) or ()
+            ):
                 load[stage_id, number] = rate
         if self.ask_again_at < math.inf:
             self._say_once(
@@ -286,7 +288,6 @@ class Runtime:
             now,
             edges=tuple(dict.fromkeys((str(up), str(s.id)) for s in controller.topology.stages for up in s.ins)),
             owners=owners,
-            homes=dict(controller.routes.table.homes),
             coming=controller.fleet.invited + self.asking,
             busy_containers=self.metrics.busy_containers(status),
             load=load,
@@ -590,6 +591,8 @@ class Runtime:
             {s: routing.slicemaps.get(s, fresh.slicemaps[s]) for s in fresh.owners},
             {s: routing.owners.get(s, fresh.owners[s]) for s in fresh.owners},
             {s: routing.instances.get(s, fresh.instances[s]) for s in fresh.instances},
+            {s: homes for s, homes in routing.homes.items() if s in stages},
+            cores=routing.cores,
         )
         if self.config.instances is not None:
             for stage in stages - self.plan.own_instances.keys():
@@ -905,17 +908,19 @@ class Runtime:
             case StageDone() if event.attempt == self.controller.attempts.current:
                 self.metrics.stage_done(event.stage, event.epoch, event.reports, event.now)
                 for report in event.reports:
-                    for sizes in report.bytes_out.values():
-                        self.metrics.exchanged(event.stage, *self._crossing(report.node, sizes))
+                    for downstream, sizes in report.bytes_out.items():
+                        crossing = self._crossing(StageId(downstream), report.node, sizes)
+                        self.metrics.exchanged(event.stage, *crossing)
             case EpochPublished():
                 run = self.controller.epochs.in_flight.get(event.epoch)
                 rows = sum(r.rows_in for s in self.plan.sources for r in run.done.get(StageId(s), ())) if run else 0
                 self.metrics.published(event.epoch, rows, event.now, self.controller.routes.table.instances)
 
-    def _crossing(self, node: str, sizes: list[int]) -> tuple[int, int]:
-        """Bytes for containers on the same node, and bytes that leave it."""
+    def _crossing(self, stage: StageId, node: str, sizes: list[int]) -> tuple[int, int]:
+        """Of what a task on a node sent to each container of a stage: bytes that stay on the node, and bytes that leave
+        it."""
         assert self.controller is not None
-        homes = self.controller.routes.table.homes
+        homes = self.controller.routes.table.homes_of(stage)
         local = sum(b for c, b in enumerate(sizes) if homes.get(c) == node)
         return local, sum(sizes) - local
 

@@ -9,13 +9,12 @@ from penstock.control.controller import Controller
 
 def nodes(controller: Controller) -> tuple[dict[str, Any], ...]:
     routing = controller.routes.table
-    suspects = {c for _, c in list(controller.processes.suspects)}
+    suspects = list(controller.processes.suspects)
     out = []
     for node in list(controller.fleet.nodes.values()):
-        containers = sorted(c for c, home in routing.homes.items() if home == node.name)
-        state = (
-            "leaving" if node.name in controller.fleet.leaving else "suspect" if suspects & set(containers) else "up"
-        )
+        here = routing.homes_on({node.name})
+        suspect = any(c in here[stage] for stage, c in suspects)
+        state = "leaving" if node.name in controller.fleet.leaving else "suspect" if suspect else "up"
         out.append(
             {
                 "name": node.name,
@@ -23,8 +22,8 @@ def nodes(controller: Controller) -> tuple[dict[str, Any], ...]:
                 "zone": node.zone,
                 "cores": node.cores,
                 "limit": controller.fleet.cores.get(node.name),
-                "containers": containers,
-                "slices": sum(c in containers for owners in routing.owners.values() for c in owners),
+                "containers": sorted(set().union(*here.values())),
+                "slices": sum(c in here[stage] for stage, owners in routing.owners.items() for c in owners),
                 "state": state,
             }
         )

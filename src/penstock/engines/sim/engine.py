@@ -293,9 +293,9 @@ class SimEngine:
         node.up = True
         self.cluster.on_change()
 
-    def _node(self, homes: Mapping[int, str], index: int) -> Node | None:
+    def _node(self, homes: Mapping[tuple[StageId, int], str], stage: StageId, index: int) -> Node | None:
         """The node that a container is on; None: it is not there any more."""
-        home = homes.get(index)
+        home = homes.get((stage, index))
         if home is None:
             names = sorted(self.known)
             home = names[index % len(names)] if names else ""
@@ -334,9 +334,10 @@ class SimEngine:
             )
 
         job = JobRun(command.epoch, command.stage, command.attempt, len(specs), done, receives=command.peers.receives)
-        homes = command.routing.homes
+        homes = {(command.stage, c): node for c, node in command.routing.homes_of(command.stage).items()}
         if c.plan.by_id[command.stage].source is not None:  # a split is read where its container is
-            homes = {k: homes[container] for k, container in enumerate(command.containers) if container in homes}
+            places = [(k, homes.get((command.stage, c))) for k, c in enumerate(command.containers)]
+            homes = {(command.stage, k): node for k, node in places if node is not None}
         self._launch(job, specs, homes, self._run_task)
 
     def flush(self, command: Flush) -> None:
@@ -347,7 +348,8 @@ class SimEngine:
             return Flushed(now=c.schedule.now, epoch=command.epoch, attempt=command.attempt, reports=reports)
 
         job = JobRun(command.epoch, "flush", command.attempt, len(specs), done)
-        self._launch(job, specs, command.routing.homes, self._flush_task)
+        homes = {(s, c): n for s, found in command.routing.homes.items() for c, n in found.items()}
+        self._launch(job, specs, homes, self._flush_task)
 
     def prepare(self, routing: RoutingTable) -> None:
         pass
@@ -387,7 +389,7 @@ class SimEngine:
         self,
         job: JobRun,
         specs: list[TaskSpec],
-        homes: Mapping[int, str],
+        homes: Mapping[tuple[StageId, int], str],
         run: Callable[[JobRun, TaskSpec, Node, SimWorker], TaskReport],
     ) -> None:
         c = self.cluster
@@ -396,9 +398,10 @@ class SimEngine:
         if not specs:
             self._complete(job)
         for spec in specs:
-            if spec.split is None and spec.index not in homes and c.plan.by_id[StageId(spec.stage)].source is None:
+            stage = StageId(spec.stage)
+            if spec.split is None and (stage, spec.index) not in homes and c.plan.by_id[stage].source is None:
                 raise Violation("sound", f"container {spec.index} of '{spec.stage}' has work, and no node to do it on")
-            node = self._node(homes, spec.index)
+            node = self._node(homes, stage, spec.index)
             if node is None:
                 self._fail(job, f"the node of '{spec.stage}' {spec.index} is lost", c.random.uniform(0.02, 0.5))
                 return
@@ -504,13 +507,16 @@ class SimEngine:
         self.running.remove(job)
         c = self.cluster
         c.tell("job", f"{job} failed: {reason}")
-        event = lambda: StageFailed(
-            now=c.schedule.now,
-            epoch=Epoch(job.epoch),
-            stage=StageId(job.stage),
-            attempt=Attempt(job.attempt),
-            reason=reason,
-        )
+
+        def event() -> Event:
+            return StageFailed(
+                now=c.schedule.now,
+                epoch=Epoch(job.epoch),
+                stage=StageId(job.stage),
+                attempt=Attempt(job.attempt),
+                reason=reason,
+            )
+
         c.schedule.after(notice, lambda: self._answer(event))
 
     def _abandon(self, job: JobRun) -> None:

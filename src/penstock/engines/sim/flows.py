@@ -118,7 +118,6 @@ class Scenario:
             backups=r.choice([0, 1, 1, 2]),
             placement="chained" if r.random() < 0.5 else "ring",
         )
-        r.random()  # DIGEST
         return config.replace(move_timeout_s=r.choice([1.0, 600.0]))
 
 

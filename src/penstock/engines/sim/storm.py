@@ -247,7 +247,7 @@ class Storm:
         self.kills += 1
         self.world.crash(node)
         c = self._controller()
-        there = [n for n, home in c.routes.table.homes.items() if home == name] if c is not None else []
+        there = sorted(set().union(*c.routes.table.homes_on({name}).values())) if c is not None else []
         if c is None or c.phase == "starting" or not there or self.random.random() < 0.3:
             return
         for _ in range(2):
@@ -282,7 +282,6 @@ def config_of(config: Config, faults: Faults, r: random.Random) -> Config:
     """Settings under which orders matter: checkpoints often, no early end."""
     # What a seed means depends on the order of the draws.
     config = config.replace(epoch_rows=r.choice([8, 15, 30]), checkpoint_interval_s=r.choice([0.0, 0.2, 0.5, 1.0]))
-    r.random()  # DIGEST
     return config.replace(
         backups=r.choice([0, 1, 1, 2]),
         epochs_max=None,

@@ -491,7 +491,7 @@ class SparkEngine:
         """Start the Python workers of all stages at once, rather than one stage after another in the first epoch."""
         for stage in self.plan.stages:
             containers = range(routing.instances[stage.id])
-            self.warming[stage.id] = self.pool.submit(self._warm, stage.id, containers, routing.homes)
+            self.warming[stage.id] = self.pool.submit(self._warm, stage.id, containers, routing.homes_of(stage.id))
 
     def warm_up(self, command: WarmUp) -> None:
         def work() -> None:
@@ -601,7 +601,10 @@ class SparkEngine:
         read = {c: (s.index, s.split) for c, s in zip(containers, specs, strict=True)} if stage.source else {}
         job = JobSpec("run", {command.stage: specs[0]}, offsets, read)
         self.jvm.job_group(self._group(command.attempt), f"stage-{stage.index}", msgspec.json.encode(job).decode())
-        slots = {s.index: self._node(command.routing.homes, c) for s, c in zip(specs, containers, strict=True)}
+        slots = {
+            s.index: self._node(command.routing.homes_of(command.stage), c)
+            for s, c in zip(specs, containers, strict=True)
+        }
         with self.lock:
             self.jobs[command.epoch, command.stage, command.attempt] = Running(time.monotonic(), slots)
         tasks = self._tasks(stage, command, containers, offsets)
@@ -632,7 +635,7 @@ class SparkEngine:
         offsets: Mapping[str, int],
     ) -> Any:
         """One RDD for each slot, united. Those of a source are made once: nothing of an epoch is in them."""
-        nodes = [self._node(command.routing.homes, i) for i in indices]
+        nodes = [self._node(command.routing.homes_of(stage.id), i) for i in indices]
         key = (stage.id, tuple(zip(indices, nodes, strict=True)))
         if stage.source is not None:
             with self.lock:
@@ -662,7 +665,10 @@ class SparkEngine:
         specs = flush_specs(command, self.plan)
         job = JobSpec("flush", {s.stage: s for s in specs}, {})
         self.jvm.job_group(self._group(command.attempt), "flush", msgspec.json.encode(job).decode())
-        tasks = [self._alone(s.stage, s.index, self._node(command.routing.homes, s.index)) for s in specs]
+        tasks = [
+            self._alone(s.stage, s.index, self._node(command.routing.homes_of(StageId(s.stage)), s.index))
+            for s in specs
+        ]
         if tasks:
             self.jvm.union(tasks).count()
         reports: tuple[TaskReport, ...] = ()

@@ -269,31 +269,31 @@ class World:
         if not really:
             return None
         kept = self.disk.ranges.get(command.epoch)
-        assert kept is None or kept == command.record["ranges"], "an epoch that ran was planned anew"
+        assert kept is None or kept == command.record.ranges, "an epoch that ran was planned anew"
         self.disk.log[command.epoch] = command.record
         return EpochLogged(now=self.now, epoch=command.epoch, attempt=command.attempt)
 
     def check_run(self, command: RunStage, routing: RoutingTable) -> None:
         record = self.disk.log.get(command.epoch)
         assert record is not None, f"epoch {command.epoch} runs without a record"
-        assert self.disk.ranges.setdefault(command.epoch, record["ranges"]) == record["ranges"]
+        assert self.disk.ranges.setdefault(command.epoch, record.ranges) == record.ranges
         if TOPOLOGY[command.stage].is_source:
-            assert command.range == record["ranges"].get(command.stage)
-        assert command.watermark >= command.watermark_before
+            assert command.span == record.ranges.get(command.stage)
+        assert command.time.watermark >= command.time.before
         assert command.checkpoint == 0 or command.checkpoint in self.disk.manifests
         assert all(c in routing.homes for c in command.containers), "a container without a node has work"
-        if command.handover:
+        if command.peers.handover:
             assert not command.seal and self.controller.checkpoints.open is None, (
                 "a checkpoint while slices change hands"
             )
-            assert command.sends
-            for number, target in command.handover.items():
+            assert command.peers.sends
+            for number, target in command.peers.handover.items():
                 assert target in command.containers and target != routing.owners[command.stage][number]
-        for number, held in enumerate(command.copies):
+        for number, held in enumerate(command.peers.copies):
             assert routing.owners[command.stage][number] not in held
         if not TOPOLOGY[command.stage].is_source:
             assert set(routing.occupied(command.stage)) <= set(command.containers)
-        if command.receives:
+        if command.peers.receives:
             assert (command.attempt, command.epoch - 1, command.stage) in self.sent, "what peers sent is gone"
 
     def run(self, command: RunStage, routing: RoutingTable) -> Event:
@@ -310,12 +310,12 @@ class World:
                 attempt=command.attempt,
                 reason="its node is lost",
             )
-        if command.sends:
+        if command.peers.sends:
             self.sent[command.attempt, command.epoch, command.stage] = []
         reports = []
         for index in range(self.random.randint(1, 3)) if info.is_source else command.containers:
             report = TaskReport(stage=command.stage, epoch=command.epoch, attempt=command.attempt, index=index)
-            if info.is_source and command.range is not None:
+            if info.is_source and command.span is not None:
                 report.time_max = {WIN: command.epoch * 10 + self.random.randint(0, 30)}
             if info.stateful:
                 self.apply(command, routing, report)
@@ -344,7 +344,7 @@ class World:
             found = None
         handed = {
             h.slice
-            for h in (self.sent.get((command.attempt, before, command.stage), []) if command.receives else [])
+            for h in (self.sent.get((command.attempt, before, command.stage), []) if command.peers.receives else [])
             if (h.to, h.epoch, h.checkpoint) == (report.index, before, command.checkpoint)
         }
         new = owned - found.slices if found is not None else owned
@@ -361,8 +361,8 @@ class World:
         found.epoch = command.epoch
         if command.seal:
             self.seal(found, command.stage, report.index)
-        for number in [s for s, c in command.handover.items() if s in found.slices]:
-            handed_over = Handed(number, command.handover[number], command.epoch, command.checkpoint)
+        for number in [s for s, c in command.peers.handover.items() if s in found.slices]:
+            handed_over = Handed(number, command.peers.handover[number], command.epoch, command.checkpoint)
             self.sent[command.attempt, command.epoch, command.stage].append(handed_over)
         ready = [d for d in found.pending if self.random.random() < 0.5]
         found.pending = [d for d in found.pending if d not in ready]
@@ -371,7 +371,7 @@ class World:
 
     def keep_copies(self, command: RunStage, container: Container, report: TaskReport) -> None:
         """Copies get to the newest checkpoint sooner or later, and are reported as they are."""
-        wanted = {s for s, held in enumerate(command.copies) if report.index in held}
+        wanted = {s for s, held in enumerate(command.peers.copies) if report.index in held}
         container.copies = {s: v for s, v in container.copies.items() if s in wanted}
         for number in sorted(wanted):
             if self.random.random() < 0.6:

@@ -174,7 +174,9 @@ def stateless_moves(patch: pytest.MonkeyPatch) -> None:
         if self.topology[event.stage].stateful:
             return real(self, event)
         usable = {p.container for p in self.peers(event.stage)}
-        targets = {s: c for s, c in event.targets.items() if c in usable and s < self.core.routes.table.slices_in(event.stage)}
+        targets = {
+            s: c for s, c in event.targets.items() if c in usable and s < self.core.routes.table.slices_in(event.stage)
+        }
         return [*self._ask(event.stage, targets, event.now, event.reason), Tell(text="as you wish")]
 
     patch.setattr(Controller, "_move_requested", move_requested)

@@ -58,14 +58,19 @@ def owners(d: Fleet, stage: Any = COUNT) -> dict[int, int]:
 
 
 def on(d: Fleet, node: str) -> list[int]:
-    return sorted(c for c, home in d.controller.routes.table.homes.items() if home == node)
+    return sorted(c for c, home in d.controller.routes.table.homes_of(COUNT).items() if home == node)
 
 
 def settle(d: Fleet) -> None:
     """Until nobody moves, and one epoch more."""
     d.epoch()
     d.until(
-        lambda: not d.controller.moves and not d.controller.resizes.wanted and not d.controller.balance.node_reasons, 30
+        lambda: (
+            not d.controller.moves.by_slice
+            and not d.controller.resizes.wanted
+            and not d.controller.balance.node_reasons
+        ),
+        30,
     )
     d.epoch()
 
@@ -105,7 +110,7 @@ def test_more_cores_get_processes_first_then_slices_of_that_node_alone() -> None
         (s, (2, 3), {2: "a", 3: "a"}) for s in (IN, COUNT, WIN)
     ]
     waiting = d.epoch()
-    assert d.table(d.runs[waiting, COUNT]).instances[COUNT] == 2 and not d.controller.moves
+    assert d.table(d.runs[waiting, COUNT]).instances[COUNT] == 2 and not d.controller.moves.by_slice
     d.warm = True
     for command in warmed:
         d.step(WarmedUp(now=d.now, stage=command.stage, containers=command.containers))
@@ -166,7 +171,7 @@ def test_a_stage_without_state_and_a_source_keep_to_it_at_once() -> None:
     d.epoch()
     d.step(CoresRequested(now=d.now, node="a", cores=1))
     last = d.epoch()
-    working = tuple(within_slots(range(4), d.controller.routes.table.homes, {"a": 1}))
+    working = tuple(within_slots(range(4), d.controller.routes.table.homes_of(COUNT), {"a": 1}))
     assert len(working) == 3
     assert d.runs[last, d.topology.stages[2].id].containers == working
     assert d.runs[last, IN].containers == working
@@ -224,7 +229,7 @@ def test_no_backup_on_the_node_of_its_owner_while_containers_are_emptied() -> No
     d.epoch()
     d.epoch()
     assert d.phases
-    homes_now = d.controller.routes.table.homes
+    homes_now = d.controller.routes.table.homes_of(COUNT)
     for owner, held in zip(
         d.controller.routes.table.owners[COUNT], d.controller.routes.table.holders[COUNT], strict=True
     ):
@@ -359,7 +364,7 @@ def test_an_order_in_the_middle_of_a_recovery_waits_for_its_end_and_that_is_told
 def test_a_failure_while_containers_are_emptied() -> None:
     d = house(4)
     cores(d, "a", 1)
-    d.until(lambda: "switch" in d.phases.values())
+    d.until(lambda: "handover" in d.phases.values())
     number = d.begin()
     d.failed(number, IN, d.controller.attempts.current)
     d.run_again()
@@ -371,7 +376,7 @@ def test_a_slice_that_arrives_at_a_container_to_be_emptied_goes_on() -> None:
     d = house(4)
     number = next(s for s, c in enumerate(d.controller.routes.table.owners[COUNT]) if c == 1)
     d.move(number, to=3)
-    d.until(lambda: d.phases == {number: "switch"})
+    d.until(lambda: d.phases == {number: "handover"})
     cores(d, "a", 1)
     assert d.controller.balance.node_reasons, "it waits until the slice is there"
     settle(d)
@@ -412,7 +417,7 @@ def test_the_way_of_others_everything_stops_for_it() -> None:
     cores(d, "a", 1)
     d.finish(number)
     flushed(d, [c for c in d.commands if isinstance(c, Flush)][-1])
-    assert owners(d) == {0: 4, 1: 4} and not d.controller.balance.node_reasons and not d.controller.moves
+    assert owners(d) == {0: 4, 1: 4} and not d.controller.balance.node_reasons and not d.controller.moves.by_slice
     d.epoch()
     number = d.begin()
     cores(d, "a", 3)

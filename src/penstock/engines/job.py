@@ -29,6 +29,7 @@ from penstock.engines.control import serve
 from penstock.engines.local import LocalEngine
 from penstock.engines.protocol import Engine
 from penstock.engines.runtime import Runtime
+from penstock.engines.task import Worker
 from penstock.errors import ConfigError, FlowError
 from penstock.flow import Flow
 from penstock.ids import StageId
@@ -233,9 +234,16 @@ def _nothing() -> None:
     """Cleaning up happens once."""
 
 
-def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **hooks: Any) -> Job:
-    """Check everything that can be checked, then run the flow in the background. ``hooks`` are the runtime's, for tests
-    and benchmarks: a clock, steps to die at, a controller to compare with.
+def start(
+    flow: Flow,
+    *,
+    engine: str = "spark",
+    config: Config | None = None,
+    worker: type[Worker] = Worker,
+    **hooks: Any,
+) -> Job:
+    """Check everything that can be checked, then run the flow in the background. ``worker`` and ``hooks``, which are
+    the runtime's, are for tests and benchmarks: a clock, steps to die at, a controller or a worker to compare with.
     """
     config = config or Config()
     if not isinstance(flow, Flow):
@@ -269,11 +277,11 @@ def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **
 
     def make_engine(job_id: str) -> Engine:
         if engine == "local":
-            return LocalEngine(plan, job_id, store, on_error, config.instances or 1)
+            return LocalEngine(plan, job_id, store, on_error, config.instances or 1, worker)
         if engine == "spark":
             from penstock.engines.spark.engine import SparkEngine
 
-            return SparkEngine(plan, job_id, store, on_error, config)
+            return SparkEngine(plan, job_id, store, on_error, config, worker)
         raise ConfigError(f"there is no engine '{engine}'.", remedy="Use spark or local.")
 
     def cleanup() -> None:

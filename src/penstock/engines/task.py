@@ -18,7 +18,7 @@ import io
 import os
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +56,7 @@ from penstock.operators.base import (
 from penstock.operators.steps import BatchStep
 from penstock.plan import Edge, Plan, Stage
 from penstock.state.backup import Commit, cut
-from penstock.state.checkpoint import DeltaFile, Manifest
+from penstock.state.checkpoint import DeltaFile, Kind, Manifest
 from penstock.state.codec import checksum, decode, encode, read_slices, sort_by_slice
 from penstock.state.hashing import hash_columns
 from penstock.state.slicemap import SliceMap
@@ -194,6 +194,13 @@ class Written:
     delta: SealedDelta
     pieces: dict[int, bytes] = field(default_factory=dict)
     """holder -> its piece"""
+
+    @staticmethod
+    def of(
+        spec: TaskSpec, file: DeltaFile | None, touched: Iterable[int] = (), pieces: dict[int, bytes] | None = None
+    ) -> Written:
+        delta = SealedDelta(epoch=spec.epoch, attempt=spec.attempt, file=file, touched=tuple(sorted(touched)))
+        return Written(delta, pieces or {})
 
 
 @dataclass
@@ -567,7 +574,7 @@ class Worker:
         fragment = container.table.seal(spec.epoch)
         if not fragment.rows:
             nothing: Future[Written] = Future()
-            nothing.set_result(Written(SealedDelta(epoch=spec.epoch, attempt=spec.attempt, file=None)))
+            nothing.set_result(Written.of(spec, None))
             container.pending.append(nothing)
             return
         name = f"state/{spec.stage}/{spec.epoch:012d}-{spec.attempt:04d}-{spec.index:04d}.delta"
@@ -576,9 +583,8 @@ class Worker:
     def _write_delta(self, name: str, fragment: Fragment, spec: TaskSpec) -> Written:
         meta, frame, data, file = delta_file(name, fragment.frame(), self.job_id, spec)
         self.store.put(name, data)
-        touched = tuple(sorted(map(int, meta["slices"])))
-        delta = SealedDelta(epoch=spec.epoch, attempt=spec.attempt, file=file, touched=touched)
-        return Written(delta, cut((meta, frame), name, spec.slicemap, spec.copies, spec.attempt) if spec.copies else {})
+        pieces = cut((meta, frame), name, spec.slicemap, spec.copies, spec.attempt) if spec.copies else {}
+        return Written.of(spec, file, map(int, meta["slices"]), pieces)
 
     def _written(self, container: Container, *, wait: bool) -> list[SealedDelta]:
         """Deltas whose writing has finished. An error of the store surfaces here, in the next record."""
@@ -796,7 +802,7 @@ def read_manifest(store: Store, checkpoint: int) -> Manifest:
 
 
 def delta_file(
-    name: str, frame: pl.DataFrame, job_id: str, spec: TaskSpec
+    name: str, frame: pl.DataFrame, job_id: str, spec: TaskSpec, kind: Kind = "delta"
 ) -> tuple[dict[str, Any], pl.DataFrame, bytes, DeltaFile]:
     """A fragment as a file: its header, its rows sorted by slice, the bytes, and the descriptor for the manifest."""
     owned = [s for s, c in enumerate(spec.owners[spec.stage]) if c == spec.index]
@@ -804,7 +810,7 @@ def delta_file(
     meta = {
         "job": job_id,
         "stage": spec.stage,
-        "kind": "delta",
+        "kind": kind,
         "epoch_from": spec.checkpoint,
         "epoch_to": spec.epoch,
         "progress": spec.progress,
@@ -815,7 +821,7 @@ def delta_file(
     file = DeltaFile(
         name=name,
         stage=spec.stage,
-        kind="delta",
+        kind=kind,
         epoch_from=spec.checkpoint,
         epoch_to=spec.epoch,
         slices=tuple(owned),

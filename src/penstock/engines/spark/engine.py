@@ -47,6 +47,7 @@ from penstock.engines.spark import private
 from penstock.engines.spark.admission import ALL, Admission, has_master
 from penstock.engines.spark.session import check_executors, is_local, open_session, ship_package, single_machine
 from penstock.engines.spark.worker import SLOT, JobSpec, KeepSettings, ReportsParam, SlotTask
+from penstock.engines.task import Worker
 from penstock.errors import EngineError, FlowError
 from penstock.ids import Attempt, Epoch, StageId
 from penstock.plan import Plan, Stage
@@ -139,17 +140,21 @@ def _first_executors(master: str, cores_max: str | None) -> int:
     return workers if cores_max is None else max(1, min(workers, int(cores_max) // cores))
 
 
-def pickle_plan(plan: Plan) -> bytes:
+def pickle_plan(plan: Plan, worker: type[Worker] = Worker) -> bytes:
+    """The plan, and the class of the workers that run it."""
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(plan)
+    _Pickler(buffer).dump((plan, worker))
     return buffer.getvalue()
 
 
 class SparkEngine:
     name = "spark"
 
-    def __init__(self, plan: Plan, job_id: str, store: Store, on_error: str, config: Config) -> None:
+    def __init__(
+        self, plan: Plan, job_id: str, store: Store, on_error: str, config: Config, worker: type[Worker] = Worker
+    ) -> None:
         self.plan = plan
+        self.worker = worker
         self.job_id = job_id
         self.store = store
         self.on_error = on_error
@@ -216,7 +221,7 @@ class SparkEngine:
             ship_package(sc)
             check_executors(sc, len(self.jvm.executor_ids()))
         try:
-            pickled = pickle_plan(self.plan)
+            pickled = pickle_plan(self.plan, self.worker)
         except Exception as error:
             raise FlowError(
                 f"the flow cannot be sent to Spark's workers: {type(error).__name__}: {error}.",

@@ -124,7 +124,8 @@ class SlotTask:
                 if old.keeper is not None:
                     old.keeper.close()
             _workers.clear()
-            worker = Worker(pickle.loads(self.plan.value), self.job_id, self.store)
+            plan, kind = pickle.loads(self.plan.value)
+            worker: Worker = kind(plan, self.job_id, self.store)
             worker.keeper = Keeper(
                 self.job_id,
                 self.store,

@@ -157,6 +157,32 @@ def _java() -> str:
     return found[1] if found else "unknown"
 
 
+def taken(rows: Sequence[Row]) -> dict[str, Any]:
+    """With which code a result was taken, when, and in how many rounds. ``docs/benchmarks.md`` shows it."""
+    import penstock
+
+    rounds: dict[str, int] = {}
+    for row in rows:
+        name = str(row.get("contender"))
+        rounds[name] = max(rounds.get(name, 0), int(row.get("round", 1)))
+    return {
+        "version": penstock.__version__,
+        "commit": _git("rev-parse", "--short=10", "HEAD") or "unknown",
+        "changed": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")),
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "rounds": min(rounds.values(), default=0),
+    }
+
+
+def _git(*words: str) -> str:
+    """What git says of the source tree; nothing where there is no git or no repository."""
+    try:
+        said = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.stdout.strip() if said.returncode == 0 else ""
+
+
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +354,7 @@ def finish(
     """The result. With ``out`` it is also written there, a picture beside it; or only the picture, by out's ending."""
     result = {
         "bench": bench,
+        "taken": taken(rows),
         "machine": machine(),
         "rows": [dict(row) for row in rows],
         "ratios": {name: value for name, value in ratios.items() if value is not None},

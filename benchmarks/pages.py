@@ -1,8 +1,8 @@
-"""Writes ``docs/benchmarks.md`` from ``benchmarks/results/*.json``: ``make bench-page``.
+"""Writes ``docs/benchmarks.md`` and the figures of the README from ``benchmarks/results/*.json``: ``make bench-page``.
 
 The page has one section for each benchmark that has a result. A section says what the benchmark measures, which command
-repeats it, when and where the result was taken, and the figures. Nobody edits the page: ``tests/unit/test_pages.py``
-fails when the page and the JSON files differ.
+repeats it, when and where the result was taken, and the figures. The README has one line for each of ``HEADLINES``.
+Nobody edits either: ``tests/unit/test_pages.py`` fails when they and the JSON files differ.
 
 A new benchmark gets a section without a change here. ``SECTIONS`` makes the section readable: it names the columns of
 the tables and says what each ratio means.
@@ -23,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+_BEGIN, _END = "<!-- figures:begin -->\n", "<!-- figures:end -->"
 
 Row = Mapping[str, Any]
 
@@ -207,6 +209,123 @@ SECTIONS: Mapping[str, Section] = {
 }
 
 
+@dataclass(frozen=True)
+class Headline:
+    """One line of the README's table: Penstock beside Structured Streaming."""
+
+    bench: str
+    what: str
+    figure: str
+    ours: str
+    theirs: str
+    ratio: str
+    where: Mapping[str, Any]
+    ours_where: Mapping[str, Any] = field(default_factory=dict)
+    """What selects Penstock's rows beside ``where``: settings that the other engine does not have."""
+
+
+HEADLINES = (
+    Headline(
+        "words",
+        "running count of words, 300,000 keys",
+        "rows_s",
+        "penstock",
+        "structured_default",
+        "vs_default_store",
+        {"batch_words": 500_000},
+    ),
+    Headline(
+        "windows",
+        "top 100 words of hopping windows",
+        "rows_s",
+        "penstock",
+        "structured_default",
+        "vs_default_store",
+        {"batch_words": 500_000},
+    ),
+    Headline(
+        "custom-state",
+        "state of your own, event by event (`ps.Operator`)",
+        "rows_s",
+        "penstock",
+        "transform_with_state",
+        "per_event_vs_spark",
+        {"batch_words": 500_000},
+    ),
+    Headline(
+        "custom-state",
+        "state of your own, whole batches (`ps.BatchOperator`)",
+        "rows_s",
+        "penstock_batch",
+        "transform_with_state",
+        "batch_vs_spark",
+        {"batch_words": 500_000},
+    ),
+    Headline(
+        "recovery",
+        "SIGKILL of one executor of five, 200 MB of state: time to new output",
+        "to_next_output_s",
+        "penstock",
+        "structured_rocksdb",
+        "vs_structured_streaming",
+        {"state_mb": 200, "executors": 5, "kills": 1},
+        {"backups": 1, "interval_s": 1.0},
+    ),
+    Headline(
+        "migrate",
+        "three containers to one and back, 3 million keys: time without output",
+        "delay_s",
+        "penstock",
+        "structured_repartition",
+        "vs_offline_repartition",
+        {"keys": 3_000_000},
+    ),
+)
+
+
+def headlines(results: Path = RESULTS) -> str:
+    """The table of the README."""
+    lines = []
+    for entry in HEADLINES:
+        result = json.loads((results / f"{entry.bench}.json").read_text(encoding="utf-8"))
+        ours = _selected(result["rows"], entry.ours, {**entry.where, **entry.ours_where})
+        theirs = _selected(result["rows"], entry.theirs, entry.where)
+        lines.append(
+            [
+                entry.what,
+                _short(_median(ours, entry.figure), entry.figure),
+                _short(_median(theirs, entry.figure), entry.figure),
+                f"**{_digits(result['ratios'][entry.ratio], 2):g} x**",
+                f"`make bench NAME={entry.bench}`",
+            ]
+        )
+    head = ["", "Penstock", "Structured Streaming", "ratio", "command"]
+    return "\n".join([*_markdown(head, lines, left=(0, 4)), ""])
+
+
+def _selected(rows: Sequence[Row], contender: str, where: Mapping[str, Any]) -> list[Row]:
+    return [r for r in rows if r["contender"] == contender and all(r.get(k) == v for k, v in where.items())]
+
+
+def _short(value: float | None, figure: str) -> str:
+    """A figure in few characters: ``2.02 M/s``, ``12,900/s``, ``1.4 s``."""
+    assert value is not None, figure
+    if figure != "rows_s":
+        return f"{_digits(value, 2):g} s"
+    return f"{value / 1e6:.2f} M/s" if value >= 1e5 else f"{_digits(value, 3):,.0f}/s"
+
+
+def _digits(value: float, significant: int) -> float:
+    return float(f"{value:.{significant}g}")
+
+
+def with_figures(readme: str, table: str) -> str:
+    """The README with ``table`` between its two marks."""
+    before, _, rest = readme.partition(_BEGIN)
+    assert _END in rest, "the README has lost the marks of its figures"
+    return before + _BEGIN + table + _END + rest.partition(_END)[2]
+
+
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
@@ -288,7 +407,7 @@ def table_lines(table: Table, rows: Sequence[Row]) -> Iterator[str]:
 def _median(rows: Sequence[Row], figure: str) -> float | None:
     """Four significant digits: more would pretend to know them. None: no row has the figure."""
     values = [float(row[figure]) for row in rows if row.get(figure) is not None]
-    return float(f"{statistics.median(values):.4g}") if values else None
+    return _digits(statistics.median(values), 4) if values else None
 
 
 def ratio_lines(shown: Section, ratios: Mapping[str, float]) -> Iterator[str]:
@@ -336,9 +455,10 @@ def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]], left: Sequenc
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page, and the figures of the README."""
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"written: {PAGE.relative_to(ROOT)}")
+    README.write_text(with_figures(README.read_text(encoding="utf-8"), headlines()), encoding="utf-8")
+    print(f"written: {PAGE.relative_to(ROOT)} and the figures of {README.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

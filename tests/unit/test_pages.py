@@ -21,6 +21,11 @@ def test_the_page_is_up_to_date() -> None:
     assert pages.PAGE.read_text(encoding="utf-8") == pages.page(), "run make bench-page"
 
 
+def test_the_figures_of_the_readme_are_up_to_date() -> None:
+    readme = pages.README.read_text(encoding="utf-8")
+    assert readme == pages.with_figures(readme, pages.headlines()), "run make bench-page"
+
+
 def test_every_ratio_on_the_page_says_what_it_means() -> None:
     for path in sorted(pages.RESULTS.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))

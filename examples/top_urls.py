@@ -1,4 +1,4 @@
-"""Top URLs: every 2 seconds the most clicked URLs and the number of different URLs of the last 30 seconds, without bots.
+"""Top URLs: every 2 seconds the most clicked URLs and the number of different URLs of the last 30 s, without bots.
 
     python examples/top_urls.py
     penstock run examples/top_urls.py --checkpoint state/top-urls

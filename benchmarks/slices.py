@@ -1,8 +1,8 @@
 """What slices cost: the same word count with its state in 1, 8, 64 and 256 slices.
 
-Slices are the unit that moves, so there must be many of them; they are only worth having if many cost no more than one.
-One slice can live in one container only, so every contender has one instance of each stage: otherwise this would
-measure parallelism. Stages of two epochs still overlap on the two cores.
+A slice is the unit that moves, so a stage needs many of them. Many slices must not cost more than one. A slice can live
+in one container only, so every contender has one instance of each stage; with two instances the benchmark would measure
+parallelism. Stages of two epochs still overlap on the two cores.
 """
 
 from __future__ import annotations

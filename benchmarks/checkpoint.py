@@ -71,12 +71,13 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
         **epoch_ratios(epochs),
     }
     notes = [
-        "checkpoint_2s_vs_none is of throughput: 1.0 means that checkpoints are free.",
-        "bytes_per_key_spread: the largest bytes_per_touched_key by the smallest; 1.0 is exactly proportional.",
+        "checkpoint_2s_vs_none compares throughput: 1.0 means that checkpoints are free.",
+        "bytes_per_key_spread: the largest bytes_per_touched_key / the smallest. 1.0 is exactly proportional.",
         "Merging of deltas was put off in the second part, so that each file is one checkpoint's.",
-        "worst_vs_average: the worst epoch by the average one, of all but the first quarter; the "
-        "median over the rounds, of the size of state where it is largest. full_...: with synchronous full "
-        f"snapshots, of more than {FULL_MB_MAX:,} MB in {FULL_EPOCHS_MAX} epochs instead of 40.",
+        "worst_vs_average: the worst epoch / the average epoch, without the first quarter of the epochs. It is the "
+        "median over the rounds, at the size of state where it is largest.",
+        "full_...: with synchronous full snapshots. States of more than "
+        f"{FULL_MB_MAX:,} MB get {FULL_EPOCHS_MAX} epochs instead of 40.",
     ]
 
     def draw(path: Path) -> None:

@@ -116,16 +116,16 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
     notes = [
         "delay_s: the longest time without output from the order until all has moved and the new owners have given "
         "output; for Structured Streaming, until the restarted query has.",
-        "delay_epochs: the same by the usual time from one output to the next before the order. at_rest_epochs_max: "
-        f"the longest time without output in {WATCH_S:.0f} s at each size while nothing moves; a move takes up to "
-        "minutes, so that it meets more of what the machine does by itself.",
-        "stolen_s: of that longest time, what the machine's host took from each core for others. unstolen_s: the "
-        "longest time without output when that is left out.",
+        "delay_epochs: delay_s by the usual time from one output to the next before the order.",
+        f"at_rest_epochs_max: the longest time without output in {WATCH_S:.0f} s at each size while nothing moves. A "
+        "move takes up to minutes, so it meets more of what the machine does by itself.",
+        "stolen_s: the part of the longest time without output that the machine's host took from each core for others. "
+        "unstolen_s: the longest time without output when that part is left out.",
         "to_next_output_s: from the order to the very next output. served_s: to the first output after the last slice "
         "has changed hands. done_s: until nothing of the move is left, which takes one more checkpoint.",
-        f"moved_mb: of the state in memory, which Penstock has in {SLICES} slices.",
+        f"moved_mb: MB of the state in memory that moved. Penstock has the state in {SLICES} slices.",
         f"A file of {FILE_ROWS:,} rows comes every {FEED_S} s.",
-        f"largest_vs_smallest: of delay_s, medians by size, from {SMALLEST_MB} MB on.",
+        f"largest_vs_smallest: the largest median of delay_s by size / the smallest, from {SMALLEST_MB} MB on.",
         "In every run the final count and sum of every key were compared with the truth, and no output came twice.",
     ]
 

@@ -111,8 +111,9 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
                 traces += events
     notes = [
         "to_next_output_s: from SIGKILL to the first output that had not been committed before.",
-        "rebuild_s: the longest time that a container took to bring lost slices up; spark_s: all the rest. "
-        "rebuild_cpu_s: what that took of the cores; the rest it waited for one, while Spark started new executors.",
+        "rebuild_s: the longest time that a container took to bring lost slices up. spark_s: all the other time.",
+        "rebuild_cpu_s: processor time of rebuild_s. In the other part of it the container waited for a core while "
+        "Spark started new executors.",
         "detect_s + drain_s + replay_s is to_next_output_s: until the loss is seen, until what still ran is gone, and "
         "until the epochs since the last checkpoint have run again and one more is out.",
         "from_backup, from_durable: slices brought up from a peer's copy, or from the checkpoint.",

@@ -170,7 +170,7 @@ def delta_sizes(place: Path, interval: float, checkpoints: int) -> list[Row]:
 
 
 def rows_of_sizes(files: Sequence[Mapping[str, Any]], whole_bytes: int, interval: float, count: int) -> list[Row]:
-    """Of ``files`` (epoch_to and bytes of each delta) those of the last ``count`` checkpoints before the very last one.
+    """The ``files`` (epoch_to and bytes of each delta) of the last ``count`` checkpoints before the very last one.
 
     The first checkpoints have the vocabulary, and the words that were due while the job was starting. The last one is
     taken when the job ends, and not after a whole interval.

@@ -35,8 +35,8 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
         f"slices_{count}_vs_1": common.ratio(rows, "rows_s", f"slices_{count}", "slices_1") for count in COUNTS[1:]
     }
     notes = [
-        "Ratios are of throughput, many slices to one: 1.0 means that slices are free.",
-        "One instance of each stage for all: a single slice cannot use two.",
+        "Ratios compare the throughput of many slices with that of one: 1.0 means that slices are free.",
+        "All contenders have one instance of each stage, because a single slice cannot use two.",
     ]
 
     def draw(path: Path) -> None:

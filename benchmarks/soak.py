@@ -2,7 +2,7 @@
 
 Small epochs give many epochs in little time. Leaks grow by the epoch: shuffle files, RDDs, log entries, deltas, records
 on the driver. The flow has a running count over 20,000 keys and a window count, so that state is both kept and evicted.
-Slopes are those of the second half, where caches are full and every key has been seen.
+Slopes are taken over the second half, where caches are full and every key has been seen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Find the flow in a user's file: ``FLOW.py`` or ``FLOW.py:name``.
 
-The file is imported as it is. An error in it shows the user's lines and not those of Penstock. What the file defines
+The file is imported as it is. An error in the file shows the user's lines and hides Penstock's. What the file defines
 travels to Spark's workers by value, because they do not have the file.
 """
 

@@ -332,7 +332,9 @@ def page(results: Path = RESULTS) -> str:
     known = list(SECTIONS)
     found.sort(key=lambda r: (known.index(r["bench"]) if r["bench"] in known else len(known), r["bench"]))
     contents = "\n".join(f"- [{r['bench']}](#{r['bench']}): {summary(r['bench'])}" for r in found)
-    return "\n".join([HEAD, contents, "", *(section(r) for r in found)])
+    missing = [f"`{name}`" for name in known if name not in {r["bench"] for r in found}]
+    without = [f"\nNo result so far: {', '.join(missing)}."] if missing else []
+    return "\n".join([HEAD, contents, *without, "", *(section(r) for r in found)])
 
 
 def section(result: Mapping[str, Any]) -> str:

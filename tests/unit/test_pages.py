@@ -70,6 +70,7 @@ def test_a_benchmark_that_the_page_does_not_know_gets_a_section_all_the_same(tmp
     (tmp_path / "new.json").write_text(json.dumps(result(bench="new", ratios={"vs_old": 2.0})))
     text = pages.page(tmp_path)
     assert "## new" in text and "`vs_old` 2" in text and "- A note." in text
+    assert "No result so far: `words`, `windows`," in text
 
 
 def test_a_new_result_records_the_code_and_its_rounds() -> None:

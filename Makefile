@@ -10,10 +10,10 @@ SEEDS ?= 1000
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup java demo test bench lint sim clean
+.PHONY: help setup java demo test bench bench-page lint sim clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: java $(STAMP) ## the virtual environment in .venv, and Java where we may install it
 
@@ -39,6 +39,9 @@ test: setup ## the import contracts and every test
 
 bench: setup ## a benchmark with its peers: make bench NAME=words ARGS="--quick"
 	@$(BIN)/penstock bench $(NAME) $(ARGS)
+
+bench-page: setup ## docs/benchmarks.md from benchmarks/results/*.json
+	@$(BIN)/python -m benchmarks.pages
 
 lint: setup ## ruff, mypy and the import contracts
 	@$(BIN)/ruff check .

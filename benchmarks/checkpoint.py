@@ -1,14 +1,14 @@
 """What checkpoints cost: in throughput, in bytes for each key that was touched, and in the time of single epochs.
 
-Three questions. Does a job that checkpoints every two seconds run as fast as one that never does?
+The benchmark asks three questions. Does a job that checkpoints every two seconds run as fast as one that never does?
 
-Is a delta as large as what changed, and not as large as the state? For this, 300,000 keys are loaded; then every epoch
-has as many rows as there are keys, but all of them on a given share of the keys, and checkpoints follow one another at
+Is a delta as large as what changed, and not as large as the state? For this, 300,000 keys are loaded. Then every epoch
+has as many rows as there are keys, all of them on a given share of the keys, and checkpoints follow one another at
 once.
 
-And does anyone notice a checkpoint being taken? For this, after ChronoStream's comparison, states of several sizes are
-checkpointed every two seconds, once as we do it, deltas in the background, and once as a synchronous snapshot of
-everything, in the same engine: the average epoch, and the worst one.
+Does a checkpoint slow down the epochs beside it? For this, after ChronoStream's comparison, states of several sizes are
+checkpointed every two seconds: once with deltas in the background, and once with a synchronous snapshot of everything,
+in the same engine. The figures are the average epoch and the worst one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ NEVER_S = 86_400.0
 EPOCHS_EACH = 4
 STATES_MB = (128, 512, 2048)
 BYTES_PER_KEY = 62
-"""Of ``JobStatus.state_bytes``, for these keys with a count. The size that a run had is in its rows."""
+"""Bytes of ``JobStatus.state_bytes`` for a key with a count. The rows have the size that a run had."""
 EPOCH_ROWS = 200_000
 GROWTH_INTERVAL_S = 2.0
 FULL_MB_MAX = 1_000
 FULL_EPOCHS_MAX = 12
-"""Epochs with full snapshots of more state than that."""
+"""Epochs with full snapshots of a state above ``FULL_MB_MAX``."""
 SYNC, ASYNC = "penstock_full_snapshots", "penstock_deltas_async"
 
 
@@ -71,12 +71,13 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
         **epoch_ratios(epochs),
     }
     notes = [
-        "checkpoint_2s_vs_none is of throughput: 1.0 means that checkpoints are free.",
-        "bytes_per_key_spread: the largest bytes_per_touched_key by the smallest; 1.0 is exactly proportional.",
+        "checkpoint_2s_vs_none compares throughput: 1.0 means that checkpoints are free.",
+        "bytes_per_key_spread: the largest bytes_per_touched_key / the smallest. 1.0 is exactly proportional.",
         "Merging of deltas was put off in the second part, so that each file is one checkpoint's.",
-        "worst_vs_average: the worst epoch by the average one, of all but the first quarter; the "
-        "median over the rounds, of the size of state where it is largest. full_...: with synchronous full "
-        f"snapshots, of more than {FULL_MB_MAX:,} MB in {FULL_EPOCHS_MAX} epochs instead of 40.",
+        "worst_vs_average: the worst epoch / the average epoch, without the first quarter of the epochs. It is the "
+        "median over the rounds, at the size of state where it is largest.",
+        "full_...: with synchronous full snapshots. States of more than "
+        f"{FULL_MB_MAX:,} MB get {FULL_EPOCHS_MAX} epochs instead of 40.",
     ]
 
     def draw(path: Path) -> None:
@@ -133,10 +134,11 @@ def delta_sizes(place: Path, repeats: int) -> list[Row]:
 def write_touches(
     folder: Path, shares: Sequence[int], *, keys: int = KEYS, epochs_each: int = EPOCHS_EACH, seed: int = 3
 ) -> list[frozenset[int]]:
-    """Files, one for an epoch: ``keys`` rows on a random share of the keys, in per cent. Gives the keys of each epoch.
+    """Write files, one for an epoch: ``keys`` rows on a random share of the keys, in per cent. Give the keys of each
+    epoch.
 
-    A checkpoint is taken beside the epochs that follow, so it may cover one of them or two. Several epochs in a row
-    touch the very same keys: checkpoints within them cover the same keys, however many epochs they take.
+    A checkpoint is taken beside the epochs that follow, so it may cover one epoch or two. Several epochs in a row touch
+    the same keys. So checkpoints within these epochs cover the same keys, however many epochs they take.
     """
     folder.mkdir(parents=True)
     vocabulary = pl.Series("word", make_vocabulary(keys))
@@ -157,7 +159,8 @@ def write_touches(
 def rows_of_deltas(
     files: Sequence[Mapping[str, Any]], touched: Sequence[frozenset[int]], *, keys: int = KEYS
 ) -> list[Row]:
-    """``files``: epoch_from (exclusive), epoch_to and bytes of every delta. Those that loaded the state are left out.
+    """A row for each delta of ``files``: epoch_from (exclusive), epoch_to and bytes. Deltas that loaded the state are
+    left out.
 
     A checkpoint over epochs of several key sets is sized by the keys of all of them, and belongs to no one share.
     """
@@ -188,7 +191,7 @@ def rows_of_deltas(
 
 
 def penstock_deltas(args: dict[str, Any]) -> Iterator[Figures]:
-    """Checkpoints as often as they go, one epoch at a time, nothing merged and nothing thrown away."""
+    """Run with checkpoints as often as they go, one epoch at a time. Nothing is merged or deleted."""
     import penstock as ps
 
     work = Path(args["work"])
@@ -216,7 +219,7 @@ def penstock_deltas(args: dict[str, Any]) -> Iterator[Figures]:
 
 
 def deltas_on_disk(checkpoint: Path) -> list[dict[str, int]]:
-    """Every delta that a checkpoint wrote: the epochs it covers, by the checkpoints, and its size, by the disk."""
+    """Every delta that a checkpoint wrote: its epochs, by the checkpoints, and its size, by the disk."""
     epochs = sorted(int(path.stem) for path in (checkpoint / "manifests").iterdir())
     before = dict(zip(epochs, [0, *epochs], strict=False))
     found = []
@@ -231,11 +234,11 @@ def deltas_on_disk(checkpoint: Path) -> list[dict[str, int]]:
 
 
 def epoch_times(place: Path, state_mb: int, epochs: int, rounds: int = 1) -> list[Row]:
-    """The same state and the same epochs, checkpointed in the two ways. Full snapshots of much state take minutes for a
-    few epochs: then fewer of them do.
+    """Run the same epochs over the same state, checkpointed in the two ways. Full snapshots of a large state take
+    minutes for a few epochs, so they get fewer epochs.
     """
     load = -(-state_mb * 1_000_000 // (BYTES_PER_KEY * EPOCH_ROWS))
-    keys = load * EPOCH_ROWS  # whole epochs: epochs go by rows, not by files
+    keys = load * EPOCH_ROWS  # epochs go by rows, not by files, so the rows of a file must fill whole epochs
     truth = write_growth(place / "in", keys, epochs)
 
     def one(contender: str, number: int) -> Figures:
@@ -252,7 +255,7 @@ def epoch_times(place: Path, state_mb: int, epochs: int, rounds: int = 1) -> lis
 
 
 def write_growth(folder: Path, keys: int, epochs: int, *, rows: int = EPOCH_ROWS, seed: int = 9) -> pl.DataFrame:
-    """Files, one for an epoch: first every key once, then random keys of all. Gives the true counts: word, n."""
+    """Write files, one for an epoch: first every key once, then random keys of all. Give the true counts: word, n."""
     folder.mkdir(parents=True)
     common.note(f"writing {keys:,} keys and {epochs} epochs")
     rng = np.random.default_rng(seed)
@@ -280,7 +283,9 @@ def _names(numbers: np.ndarray[Any, Any]) -> pl.DataFrame:
 
 
 def epoch_figures(epoch_ms: Sequence[float]) -> Figures:
-    """``epoch_ms``: of all epochs in order. A quarter of them is warm-up: the first one restores the state."""
+    """Figures of ``epoch_ms``, the times of all epochs in order. A quarter of them is warm-up: the first one restores
+    the state.
+    """
     measured = epoch_ms[common.warm_up(len(epoch_ms)) :]
     average, worst = statistics.fmean(measured), max(measured)
     return {
@@ -293,7 +298,7 @@ def epoch_figures(epoch_ms: Sequence[float]) -> Figures:
 
 
 def epoch_ratios(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Medians over the rounds for each size, and as the headline that of the size where it is largest."""
+    """Medians over the rounds for each size. The headline is the size where the figure is largest."""
     found: dict[str, float | None] = {}
     for contender, prefix in ((ASYNC, ""), (SYNC, "full_")):
         of_size = {
@@ -323,13 +328,13 @@ def _growing(args: dict[str, Any], full_snapshots: bool) -> Iterator[Figures]:
     settings: dict[str, Any] = dict(
         master=common.MASTER,
         epoch_rows=EPOCH_ROWS,
-        # One container, one epoch at a time: a core is free for what happens beside them, as it is on most machines.
+        # One container and one epoch at a time leave a core free for the work beside epochs, as on most machines.
         instances=1,
         epochs_in_flight=1,
         checkpoint=str(work / "checkpoint"),
         spark={"spark.driver.memory": common.DRIVER_MEMORY, "spark.local.dir": str(work / "spark")},
     )
-    # One run loads the state and leaves one checkpoint, the next one goes on from it: that is the one we look at.
+    # The first run loads the state and leaves one checkpoint. The next run goes on from it and is measured.
     ps.run(flow, epochs_max=args["load"], checkpoint_interval_s=NEVER_S, **settings).wait()
     begin, epochs = time.monotonic(), args["epochs"]
     config = ps.Config.load(overrides={**settings, "epochs_max": epochs, "checkpoint_interval_s": GROWTH_INTERVAL_S})

@@ -1,13 +1,13 @@
 """What the benchmarks share: contenders in processes of their own, their memory, the arithmetic, the input.
 
-**Why a process for each contender.** One Python process can hold one Spark context only, a JVM that one contender has
-warmed up would favour the next, and memory can be told apart only by process. So a benchmark starts
-``python -m benchmarks.<name> --contender NAME --args JSON``, and the child prints exactly one line of JSON when it has
-measured. Memory is watched from outside until that line comes; what the child does after it (writing down its final
-state, so that the parent can verify it) is not counted.
+**Why a process for each contender.** A Python process can hold one Spark context only. A JVM that one contender has
+warmed up would favour the next. And memory can be told apart only by process. So a benchmark starts ``python -m
+benchmarks.<name> --contender NAME --args JSON``, and the child prints exactly one line of JSON when it has measured.
+The parent watches the child's memory until that line comes. What the child does after it is not counted: it writes down
+its final state, so that the parent can verify it.
 
-**Why ratios of each round.** Shared machines have slow minutes. Contenders run in turn (A B C A B C), each ratio is
-that of neighbours in time, and the median over the rounds is what we report. All rounds are in the result.
+**Why ratios of each round.** Shared machines have slow minutes. Contenders run in turn (A B C A B C), a ratio compares
+neighbours in time, and the benchmark reports the median over the rounds. All rounds are in the result.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from penstock.errors import EngineError
 Figures = dict[str, Any]
 Row = dict[str, Any]
 Contender = Callable[[dict[str, Any]], Iterator[Figures]]
-"""Yields its figures once; what it does when it is resumed is not measured."""
+"""A contender yields its figures once. What it does when it is resumed is not measured."""
 
 ROOT = Path(__file__).resolve().parent.parent
 MASTER = "local[2]"
 DRIVER_MEMORY = "2g"
-"""The same for every contender: how much memory a JVM takes depends on how much it may."""
+"""The same for every contender: a JVM takes more memory when it may."""
 VOCABULARY = 300_000
 ZIPF = 1.0
 ROW_GROUPS = 4
-"""Of an input file: both engines can cut it in two."""
+"""Row groups of an input file, so that both engines can cut the file in two."""
 CONTENDER_S_MAX = 900.0
 STATE_STORE = "spark.sql.streaming.stateStore"
 ROCKSDB = {
     f"{STATE_STORE}.providerClass": "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider",
     f"{STATE_STORE}.rocksdb.changelogCheckpointing.enabled": "true",
 }
-"""Structured Streaming's other state store, with the checkpoints that cost it least."""
+"""The settings of Structured Streaming's other state store, with the checkpoints that cost it least."""
 
 _SAMPLE_S = 0.2
 _PSS_EVERY_S = 1.0
@@ -88,7 +88,7 @@ def ratio(rows: Sequence[Row], figure: str, ours: str, theirs: str, **where: Any
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Slope and r squared of the least-squares line; a slope of 0 when there is nothing to draw a line through."""
+    """Slope and r squared of the least-squares line. Without two different points the slope is 0."""
     if len(xs) < 2 or len(set(xs)) < 2:
         return 0.0, 0.0
     fitted = statistics.linear_regression(xs, ys)
@@ -98,23 +98,23 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 
 def slope_per_1000(epochs: Sequence[float], values: Sequence[float]) -> float:
-    """How much a value grows in 1,000 epochs, over the second half of a run: the first is where caches fill."""
+    """How much a value grows in 1,000 epochs, over the second half of a run. In the first half caches fill."""
     half = len(epochs) // 2
     return rounded(line(epochs[half:], values[half:])[0] * 1000)
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To so many significant digits: more would pretend to know them."""
+    """A value with this number of significant digits: more would pretend to know them."""
     return float(f"{value:.{digits}g}")
 
 
 def warm_up(batches: int) -> int:
-    """How many of the first batches are not measured: a quarter."""
+    """The number of first batches that are not measured: a quarter."""
     return max(1, batches // 4)
 
 
 def batch_figures(ends_s: Sequence[float], batch_ms: Sequence[float], rows: Sequence[int], warm: int) -> Figures:
-    """Throughput and batch times after the warm-up. ``ends_s``: when each batch was done, on any clock."""
+    """Throughput and batch times after the warm-up. ``ends_s`` says when each batch was done, on any clock."""
     span = ends_s[-1] - ends_s[warm - 1]
     measured = list(batch_ms[warm:])
     return {
@@ -128,7 +128,7 @@ def batch_figures(ends_s: Sequence[float], batch_ms: Sequence[float], rows: Sequ
 
 
 def machine() -> dict[str, Any]:
-    """What a figure must be read with."""
+    """The machine and the versions with which a figure was taken."""
     return {
         "cores": os.cpu_count() or 1,
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
@@ -157,11 +157,37 @@ def _java() -> str:
     return found[1] if found else "unknown"
 
 
+def taken(rows: Sequence[Row]) -> dict[str, Any]:
+    """With which code a result was taken, when, and in how many rounds. ``docs/benchmarks.md`` shows it."""
+    import penstock
+
+    rounds: dict[str, int] = {}
+    for row in rows:
+        name = str(row.get("contender"))
+        rounds[name] = max(rounds.get(name, 0), int(row.get("round", 1)))
+    return {
+        "version": penstock.__version__,
+        "commit": _git("rev-parse", "--short=10", "HEAD") or "unknown",
+        "changed": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")),
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "rounds": min(rounds.values(), default=0),
+    }
+
+
+def _git(*words: str) -> str:
+    """What git says of the source tree; empty where there is no git or no repository."""
+    try:
+        said = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.stdout.strip() if said.returncode == 0 else ""
+
+
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """A process and all below it."""
+    """A process and all its descendants."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -174,21 +200,22 @@ def rss_mb(processes: Sequence[psutil.Process]) -> float:
 
 
 def pss_mb(processes: Sequence[psutil.Process]) -> float:
-    """Pages that several processes share are counted once; 0 where the system does not tell."""
+    """MB of a process tree, with pages that several processes share counted once. 0 where the system does not tell."""
     return sum(_memory(process, "pss") for process in processes) / 2**20
 
 
 def _memory(process: psutil.Process, kind: str) -> int:
     try:
         found = process.memory_info() if kind == "rss" else process.memory_full_info()
-    except psutil.Error:  # it has ended, or is another user's
+    except psutil.Error:  # the process has ended, or is another user's
         return 0
     return int(getattr(found, kind, 0))
 
 
 def stolen_s() -> float | None:
-    """Seconds that the host of a virtual machine took of each of its cores for others, since it started. None: it does
-    not tell."""
+    """Seconds that the host of a virtual machine took of each of its cores for others since the machine started. None:
+    the system does not tell.
+    """
     try:
         first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         return int(first[8]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
@@ -199,9 +226,9 @@ def stolen_s() -> float | None:
 class MemoryWatch(threading.Thread):
     """Peak memory of a process tree, five samples a second.
 
-    PSS, which does not count the pages that forked workers share over and over, makes the kernel walk the page tables,
-    and what wants memory meanwhile may wait: one sample a second, and fewer of a large process, so that it takes no
-    more than a fiftieth of the time.
+    PSS counts the pages that forked workers share only once. To read PSS the kernel walks the page tables, and whatever
+    wants memory meanwhile may wait. So PSS gets one sample a second, and fewer for a large process: it takes at most a
+    fiftieth of the time.
     """
 
     def __init__(self, pid: int) -> None:
@@ -234,13 +261,13 @@ class MemoryWatch(threading.Thread):
 
 
 def note(text: str) -> None:
-    """Progress. Standard output belongs to the result."""
+    """Print progress to standard error. Standard output belongs to the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A directory that is gone afterwards."""
+    """A directory that is removed afterwards."""
     path = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
     try:
         yield path
@@ -305,7 +332,7 @@ def contender_main(module: str) -> None:
 
 
 def in_turn(contenders: Sequence[str], rounds: int, run: Callable[[str, int], Figures], **also: Any) -> list[Row]:
-    """Rounds of all contenders in turn, each with one fresh row of figures."""
+    """Run all contenders in turn, round after round, and give a row of figures for each run."""
     rows = []
     for number in range(1, rounds + 1):
         for contender in contenders:
@@ -325,9 +352,12 @@ def finish(
     draw: Callable[[Path], Any],
     **more: Any,
 ) -> dict[str, Any]:
-    """The result. With ``out`` it is also written there, a picture beside it; or only the picture, by out's ending."""
+    """The result. With ``out`` it is also written to a file, with a picture beside it. If ``out`` ends like a picture,
+    only the picture is written.
+    """
     result = {
         "bench": bench,
+        "taken": taken(rows),
         "machine": machine(),
         "rows": [dict(row) for row in rows],
         "ratios": {name: value for name, value in ratios.items() if value is not None},
@@ -355,10 +385,12 @@ def medians(rows: Sequence[Row], figure: str, *, group: str | None = None) -> li
 
 
 def _environment() -> dict[str, str]:
-    """The child imports what we can, and no setting of this shell's Penstock changes what is measured."""
+    """The child's environment: it can import what we can, and no Penstock setting of this shell changes what is
+    measured.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
     paths = [str(ROOT), str(ROOT / "src"), *(path for path in sys.path if path and os.path.exists(path))]
-    # Where there are more than two cores, nobody's polars may use them.
+    # No contender's polars may use more than two cores.
     return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "POLARS_MAX_THREADS": "2"}
 
 
@@ -374,7 +406,7 @@ def _kill_tree(pid: int) -> None:
 def run_penstock(flow: Any, args: Mapping[str, Any], *, warm: int | None = None) -> Figures:
     """Run a flow to its end, ``batches`` epochs of ``batch_words`` rows, and give its figures.
 
-    ``args``: work, batch_words, batches, and ``settings`` that differ from those all benchmarks use.
+    ``args`` has work, batch_words and batches, and ``settings`` that differ from those of all benchmarks.
     """
     import penstock as ps
 
@@ -398,12 +430,12 @@ def run_penstock(flow: Any, args: Mapping[str, Any], *, warm: int | None = None)
         warm_up(len(history)) if warm is None else warm,
     )
     checkpoints = {"checkpoints": status.checkpoints, "checkpoint_mb": round(status.checkpoint_bytes / 1e6, 1)}
-    # At the end a flow with windows has closed and forgotten them all: what it held is in its history.
+    # At its end a flow has closed and forgotten all windows, so the rows it held are in its history.
     return {**figures, "state_rows": history[-1].get("state_rows", status.state_rows), **checkpoints}
 
 
 def checkpoint_state(checkpoint: Path, operator: str, key: Sequence[str]) -> pl.DataFrame:
-    """The state of an operator in the newest checkpoint, put together from its files as a recovery would."""
+    """The state of an operator in the newest checkpoint, put together from its files as a recovery does."""
     from penstock.state.checkpoint import Manifest, merge_frames
     from penstock.state.codec import read_slices
     from penstock.state.table import DELETED, HASH
@@ -416,7 +448,7 @@ def checkpoint_state(checkpoint: Path, operator: str, key: Sequence[str]) -> pl.
 
 
 def structured_session(name: str, args: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
-    """A session for Structured Streaming, set up as a user who knows it would, with the same memory as ours."""
+    """A session for Structured Streaming, set up as a user who knows it would do, with the same memory as ours."""
     from pyspark.sql import SparkSession
 
     conf = {
@@ -429,9 +461,9 @@ def structured_session(name: str, args: Mapping[str, Any], settings: Mapping[str
         "spark.log.level": "ERROR",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.shuffle.partitions": "2",
-        # Spark adds 4 MB to the size of every file before it cuts: with that, one core would read a batch alone.
+        # By default Spark adds 4 MB to the size of every file before it cuts, and one core would read a batch alone.
         "spark.sql.files.openCostInBytes": "65536",
-        # Streaming queries with state switch it off themselves, with a warning.
+        # Streaming queries with state switch this off themselves, with a warning.
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.streaming.numRecentProgressUpdates": str(args["batches"] + 10),
         **settings,
@@ -444,7 +476,7 @@ def structured_session(name: str, args: Mapping[str, Any], settings: Mapping[str
 
 
 def run_structured(writer: Any, args: Mapping[str, Any], *, warm: int | None = None) -> Figures:
-    """Run a query to the end of its input, checkpoints on, and give its figures."""
+    """Run a query to the end of its input, with checkpoints, and give its figures."""
     checkpoint = str(Path(args["work"]) / "checkpoint")
     query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
     query.awaitTermination()
@@ -453,7 +485,7 @@ def run_structured(writer: Any, args: Mapping[str, Any], *, warm: int | None = N
 
 
 def structured_figures(progress: Sequence[Any], batches: int, *, warm: int | None = None) -> Figures:
-    """The same figures from Structured Streaming's own record of each batch."""
+    """The figures of a run by Structured Streaming's own record of each batch."""
     assert len(progress) == batches, f"{len(progress)} batches of {batches}"
     times = [float(p["durationMs"]["triggerExecution"]) for p in progress]
     begins = [dt.datetime.fromisoformat(p["timestamp"]).timestamp() for p in progress]
@@ -476,25 +508,25 @@ def _words() -> tuple[pl.Series, np.ndarray[Any, Any]]:
 
 
 def zipf_words(rows: int, rng: np.random.Generator) -> pl.Series:
-    """Words by Zipf's law: the r-th of the vocabulary comes with a weight of 1 / r."""
+    """Words by Zipf's law: the r-th word of the vocabulary comes with a weight of 1 / r."""
     vocabulary, cumulative = _words()
     return vocabulary.gather(np.searchsorted(cumulative, rng.random(rows), side="right").astype(np.uint32))
 
 
 def numbered_words(first: int, rows: int, rng: np.random.Generator) -> pl.DataFrame:
-    """For ``ps.generator``: words with the numbers of their rows."""
+    """Words with the numbers of their rows, for ``ps.generator``."""
     return pl.DataFrame({"word": zipf_words(rows, rng), "i": np.arange(first, first + rows, dtype=np.int64)})
 
 
 def write_batch(frame: pl.DataFrame, folder: Path, number: int) -> None:
-    """One file, one batch."""
+    """Write one file, which is one batch."""
     frame.write_parquet(
         folder / f"{number:05d}.parquet", compression="snappy", row_group_size=-(-frame.height // ROW_GROUPS)
     )
 
 
 def write_words(folder: Path, files: int, rows_each: int, *, seed: int = 1) -> pl.DataFrame:
-    """Parquet files of words, each one batch. Gives the true final counts: word, n."""
+    """Write Parquet files of words, each one batch. Give the true final counts: word, n."""
     folder.mkdir(parents=True)
     note(f"writing {files} files of {rows_each:,} words")
     counts: list[pl.DataFrame] = []
@@ -507,7 +539,7 @@ def write_words(folder: Path, files: int, rows_each: int, *, seed: int = 1) -> p
 
 
 def check_counts(found: pl.DataFrame, truth: pl.DataFrame, contender: str) -> None:
-    """A figure of a wrong answer is worth nothing: every count of every word must be right."""
+    """Refuse a wrong answer, whose figures are worth nothing: every count of every word must be right."""
     have = found.select("word", pl.col("n").cast(pl.Int64)).sort("word")
     if have.equals(truth):
         return

@@ -1,22 +1,22 @@
 """A user's own state in Python, for each word: how often, when last, and the moving average of the gaps between.
 
-Everyone runs the same few lines over the same Parquet files of (ts, word), one file a batch of the same size, keeps a
-state of three fields for every word, and writes to Parquet, exactly once, with two cores and the same memory:
+All contenders run the same few lines over the same Parquet files of (ts, word), one file a batch of the same size. They
+keep a state of three fields for every word, and write to Parquet, exactly once, with two cores and the same memory:
 
 * ``penstock``: ``ps.Operator``, called for each event, with ``ps.Value[Gaps]``;
 * ``penstock_batch``: ``ps.BatchOperator``, called with many events, vectorised;
 * ``transform_with_state``, ``transform_with_state_pandas``, ``apply_in_pandas``: Spark's three ways, with RocksDB and
-  changelog checkpoints. They are called for each word of a batch with all of its rows, and must sort them by time
-  themselves: Spark promises no order. Penstock's operators see a key's events in source order by contract.
+  changelog checkpoints. Spark calls them for each word of a batch with all rows of the word. They must sort the rows
+  by time themselves, because Spark promises no order. Penstock's operators see a key's events in source order.
 
-**What is emitted is the same for all.** Spark's functions are called once for a word and batch, ours for each event: a
-row for every call would give each a different output. So a row goes out when a word has come for the 10th, 20th, 30th
-... time, which depends on nothing but the input. All of these rows, and the final state of every word in the
-contender's own checkpoint, must be those of a plain Python loop over the whole input, to the last bit.
+**All contenders emit the same rows.** Spark calls a function once for a word and batch, and Penstock for each event. A
+row for every call would give each contender a different output. So a row goes out when a word comes for the 10th, 20th,
+30th ... time, which depends on the input alone. All of these rows, and the final state of every word in the contender's
+own checkpoint, must be those of a plain Python loop over the whole input, to the last bit.
 
-**Batches.** Throughput here depends on the size of a batch, for Spark as for us, so ratios are between equal sizes.
-The slow contenders get fewer batches of it, or they would run for an hour: their figure is that of a batch. Spark's
-fastest is the one that counts for the ratios.
+**Batches.** Throughput depends on the size of a batch, for Spark and for Penstock, so ratios are between equal sizes.
+The slow contenders get fewer batches, because they would run for an hour otherwise. Ratios compare with Spark's fastest
+way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OURS = {"per_event": "penstock", "batch": "penstock_batch"}
 BATCH_WORDS = 100_000
 EMIT_EVERY = 10
 KEEP, TAKE = 0.9, 0.1
-"""Of the moving average: how much of the old one is kept, and how much of a new gap is taken."""
+"""Of the moving average: the share of the old average that is kept, and the share of a new gap that is taken."""
 RATE_S = 50_000
 """Events in a second of event time."""
 OPERATOR = "gaps"
@@ -55,7 +55,7 @@ STATE_SQL = "n long, last double, ema double"
 OUTPUT_SQL = f"word string, {STATE_SQL}"
 
 Sizes = dict[int, dict[str, int]]
-"""Words a batch -> contender -> how many batches."""
+"""Words a batch -> contender -> number of batches."""
 QUICK: Sizes = {
     10_000: {"penstock": 12, "penstock_batch": 12, **dict(zip(SPARK, (4, 2, 2), strict=True))},
 }
@@ -64,7 +64,7 @@ FULL: Sizes = {
     500_000: {"penstock": 24, "penstock_batch": 24, "transform_with_state": 3},
 }
 ROUNDS = {BATCH_WORDS: 1, 500_000: 2}
-"""Spark takes minutes for each: the size that the ratios are taken at has more of them."""
+"""Spark takes minutes for each batch. The size at which the ratios are taken gets more batches."""
 
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
 
 
 def measure(place: Path, batch_words: int, batches: dict[str, int], rounds: int) -> list[Row]:
-    """All rounds for one batch size."""
+    """Run all rounds for one batch size."""
     write_events(place / "in", max(batches.values()), batch_words)
     truths = true_gaps(place / "in", sorted(set(batches.values())))
     work = place / "work"
@@ -110,9 +110,9 @@ def measure(place: Path, batch_words: int, batches: dict[str, int], rounds: int)
 
 
 def ratios(rows: list[Row]) -> dict[str, float | None]:
-    """Ours / the fastest of Spark's: throughput, more is better; memory, less is better."""
+    """Penstock / the fastest of Spark's ways. For throughput more is better, for memory less."""
     found: dict[str, float | None] = {}
-    largest = max((row["batch_words"] for row in rows), default=0)  # everyone does best there
+    largest = max((row["batch_words"] for row in rows), default=0)  # all contenders do best at the largest size
     for size in sorted({row["batch_words"] for row in rows}):
         peer = fastest([row for row in rows if row["batch_words"] == size])
         if peer is None:
@@ -125,7 +125,7 @@ def ratios(rows: list[Row]) -> dict[str, float | None]:
 
 
 def fastest(rows: Sequence[Row]) -> str | None:
-    """Which of Spark's three has the highest median throughput."""
+    """The one of Spark's three ways that has the highest median throughput."""
     rates = {name: [row["rows_s"] for row in rows if row["contender"] == name] for name in SPARK}
     return max((name for name in SPARK if rates[name]), key=lambda name: statistics.median(rates[name]), default=None)
 
@@ -134,7 +134,7 @@ def fastest(rows: Sequence[Row]) -> str | None:
 
 
 def write_events(folder: Path, files: int, rows_each: int, *, seed: int = 3) -> None:
-    """Parquet files of (ts, word). Times, in seconds, rise strictly: whoever sorts by them has the source's order."""
+    """Write Parquet files of (ts, word). Times, in seconds, rise strictly: sorted rows are in source order."""
     folder.mkdir(parents=True)
     common.note(f"writing {files} files of {rows_each:,} words with their times")
     for number in range(files):
@@ -145,7 +145,7 @@ def write_events(folder: Path, files: int, rows_each: int, *, seed: int = 3) -> 
 
 
 def first_files(folder: Path, count: int) -> Path:
-    """A directory with the first so many files of another, nothing copied."""
+    """A directory with the first ``count`` files of another, as links."""
     part = folder.with_name(f"{folder.name}-{count}")
     if not part.exists():
         part.mkdir()
@@ -156,14 +156,14 @@ def first_files(folder: Path, count: int) -> Path:
 
 @dataclass(frozen=True)
 class Truth:
-    """Both sorted: what is emitted by word and n, the states by word."""
+    """Both sorted: the emitted rows by word and n, the states by word."""
 
     emitted: pl.DataFrame
     states: pl.DataFrame
 
 
 def true_gaps(folder: Path, counts: Sequence[int]) -> dict[int, Truth]:
-    """What is right after so many files, for each of ``counts``: a loop as anybody would write it."""
+    """The true rows and states after each of ``counts`` files, by a plain loop."""
     states: dict[str, tuple[int, float, float]] = {}
     emitted: list[tuple[Any, ...]] = []
     found: dict[int, Truth] = {}
@@ -183,7 +183,7 @@ State = tuple[int, float, float]
 def advance(state: State | None, times: Iterable[float]) -> tuple[State, list[State]]:
     """What a user of Spark writes: the state after more events of a word, in order, and the rows to emit.
 
-    ``state`` is (count, last seen, moving average of gaps); the average is 0 until there is a gap.
+    ``state`` is (count, last seen, moving average of gaps). The average is 0 until there is a gap.
     """
     n, last, ema = state if state is not None else (0, 0.0, 0.0)
     emits: list[State] = []
@@ -200,7 +200,7 @@ def advance(state: State | None, times: Iterable[float]) -> tuple[State, list[St
 
 
 def check_gaps(work: Path, truth: Truth, contender: str) -> None:
-    """The rows a contender emitted and the states it ended with, to the last bit."""
+    """Check the rows that a contender emitted and the states it ended with, to the last bit."""
     for what, right in (("emitted", truth.emitted), ("states", truth.states)):
         have = pl.read_parquet(work / f"{what}.parquet").select(*SCHEMA).sort("word", "n")
         if have.equals(right):
@@ -244,7 +244,7 @@ class PerEvent(ps.Operator):
 
 
 class Vectorised(ps.BatchOperator):
-    """The same on arrays. What a row adds to the average is known beforehand; only the recursion steps row by row."""
+    """The same state on arrays. What a row adds is computed first; only the recursion goes row by row."""
 
     n = ps.column(int)
     last = ps.column(float)
@@ -289,7 +289,7 @@ def _penstock(args: dict[str, Any], operator: Any) -> Iterator[Figures]:
 
 
 def plain_states(state: pl.DataFrame) -> pl.DataFrame:
-    """Word and the three fields. State of numbers is kept in columns, whose names end in those of the fields."""
+    """Word and the three fields. Numbers are kept in columns whose names end in the names of the fields."""
     fields = {field: next(c for c in state.columns if c.endswith(f".{field}")) for field in ("n", "last", "ema")}
     return state.select("word", **{field: pl.col(column) for field, column in fields.items()})
 
@@ -361,7 +361,7 @@ def apply_in_pandas(args: dict[str, Any]) -> Iterator[Figures]:
 
 
 def _structured(args: dict[str, Any], build: Any, state: str, **reader: str) -> Iterator[Figures]:
-    """``state``: where Spark's reader of states, called with the options ``reader``, has the three fields."""
+    """``state`` says where Spark's reader of states, called with the options ``reader``, has the three fields."""
     work = Path(args["work"])
     spark = common.structured_session("custom-state", args, common.ROCKSDB)
     lines = spark.readStream.schema("ts double, word string").option("maxFilesPerTrigger", 1).parquet(args["input"])

@@ -1,10 +1,10 @@
 """From event to output, at half the peak rate.
 
-First the peak: the same flow as fast as it goes, with large epochs. Then, with everything at its defaults, a source
-that makes row ``i`` due at ``start + i / rate``, with the rate at half of that peak. The aggregate carries the
-greatest row number, so that the sink knows which rows an epoch has brought, and the driver's clock says when it was
-published. A row's latency is the time between the two: the wait until an epoch takes it, the epoch itself, and the
-publication. No sampling, no clocks of several machines.
+The benchmark first finds the peak: the same flow as fast as it goes, with large epochs. Then it runs with all defaults
+at half of the peak rate, from a source that makes row ``i`` due at ``start + i / rate``. The aggregate carries the
+greatest row number, so the sink knows which rows an epoch has brought. The driver's clock says when the epoch was
+published. A row's latency is the time between the two: the wait until an epoch takes the row, the epoch itself, and the
+publication. There is no sampling, and only one clock.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SUMMARY = "Latency from event to output at half the peak rate."
 MODULE = "benchmarks.latency"
 POINTS_PER_EPOCH = 256
 PEAK_EPOCH_ROWS = 500_000
-"""The peak must be what the engine can do, not what its choice of epoch size lets it: else half of it is too easy."""
+"""Epochs of the peak are large: the peak must be what the engine can do, or half of it is too easy."""
 GRACE_S = 15.0
-"""For a job that has fallen behind; what it has not published then counts with the time it has waited so far."""
+"""Seconds that a job that has fallen behind gets. Rows not published by then count with their wait so far."""
 
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class ClockedSink(Sink):
 
 
 class StartClock:
-    """A monotonic clock that remembers its first reading: the source's zero."""
+    """A monotonic clock that remembers its first reading, which is the source's zero."""
 
     def __init__(self) -> None:
         self.first: float | None = None
@@ -100,10 +100,10 @@ class StartClock:
 def event_latencies(
     published: Sequence[tuple[float, int]], start: float, rows_s: float, warm_s: float
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Latencies in ms, and how many events each stands for. Events due in the first ``warm_s`` are left out.
+    """Latencies in ms, and how many events each latency stands for. Events due in the first ``warm_s`` are left out.
 
-    An epoch has the rows after the last one of the epoch before it. Within an epoch latency falls evenly from its first
-    row to its last, so a few hundred points of it say all.
+    An epoch has the rows after the last row of the epoch before. Within an epoch latency falls evenly from the first
+    row to the last, so a few hundred points describe it.
     """
     values, weights = [], []
     first = 0
@@ -121,7 +121,7 @@ def event_latencies(
 
 
 def until(published: list[tuple[float, int]], rows: int, now: float) -> list[tuple[float, int]]:
-    """With those of ``rows`` that are not published yet as if they were now: none of them can have been faster."""
+    """The latencies, with the unpublished ones of ``rows`` as if they were published now: none can have been faster."""
     last = published[-1][1] if published else -1
     return published if last >= rows - 1 else [*published, (now, rows - 1)]
 
@@ -156,7 +156,7 @@ def _start(args: dict[str, Any], settings: dict[str, Any], **source: Any) -> tup
 
 
 def penstock_peak(args: dict[str, Any]) -> Iterator[Figures]:
-    """As fast as it goes for some seconds after the first epoch; the rate is that of the second half."""
+    """Run as fast as it goes for some seconds after the first epoch. The rate is that of the second half."""
     job, sink = _start(args, {"epoch_rows": PEAK_EPOCH_ROWS})
     while not sink.published and not job.wait(0.1):
         pass
@@ -174,7 +174,7 @@ def peak_rate(published: Sequence[tuple[float, int]], seconds: float) -> int:
 
 
 def penstock_half(args: dict[str, Any]) -> Iterator[Figures]:
-    """At a given rate until the source ends, or the job is too far behind."""
+    """Run at a given rate until the source ends, or the job is too far behind."""
     rate, warm_s, seconds = float(args["rows_s"]), float(args["warm_s"]), float(args["seconds"])
     rows = int(rate * (warm_s + seconds))
     clock = StartClock()

@@ -1,12 +1,12 @@
 """How long output stops when state moves: live migration against stop and copy, and against offline repartition.
 
-A running count and sum over Parquet files on ``local-cluster[3,1,MB]``. A first phase loads distinct keys, then a file
-arrives every half second. Under this load the stage is rescaled from three containers to one and back to three: each
-time two thirds of its state change hands. Then more keys are loaded, and so on, up to 2 GB that move.
+The job is a running count and sum over Parquet files on ``local-cluster[3,1,MB]``. A first phase loads distinct keys,
+then a file arrives every half second. Under this load the stage is rescaled from three containers to one and back to
+three, and each time two thirds of its state change hands. Then more keys are loaded, and so on, up to 2 GB that move.
 
-What is measured is the *delay* of an order: the longest time without output from the order until everything has moved
-and the new owners have given output of their own. For one who never stops this is the slowest epoch of a migration; for
-one who stops it is the pause. It is the same for all contenders:
+The figure is the *delay* of an order: the longest time without output from the order until everything has moved and the
+new owners have given output of their own. For a live move it is the slowest epoch of the migration, for the others it
+is the pause. The contenders are:
 
 ``penstock``
     Slices move while the job runs.
@@ -15,7 +15,7 @@ one who stops it is the pause. It is the same for all contenders:
 ``structured_repartition``
     Structured Streaming's own way: stop the query, repartition its checkpoint offline, start it again.
 
-No backups are kept: with them less would have to be copied, and the figures would be those of a lucky placement.
+No backups are kept. With backups less would have to be copied, and the figures would depend on a lucky placement.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ MODULE = "benchmarks.migrate"
 EXECUTORS = 3
 EXECUTOR_MB = 1024
 SLICES = 256
-"""As the guide says for a state of up to 3 GB: a slice of the largest is about 12 MB."""
+"""Slices of the stage, by the guide: a slice of the largest state, 3 GB, has about 12 MB."""
 LOAD_ROWS = 250_000
 FILE_ROWS = 12_500
 FEED_S = 0.5
-"""What is usual from one output to the next, as long as a contender keeps up."""
+"""The usual time from one output to the next, as long as a contender keeps up."""
 BEATS = 20
 USUAL_S = 10.0
-"""How long before an order one looks to see what is usual."""
+"""Seconds before an order in which the usual time between outputs is measured."""
 SETTLE_S = 3.0
-"""So long output must have come at its usual pace before an order."""
+"""Seconds for which output must have come at its usual pace before an order."""
 WATCH_S = 45.0
-"""So long one looks, at each size, how long output stops by itself, when nothing moves."""
+"""Seconds at each size in which nothing moves, to see how long output stops by itself."""
 MOVE_S_MAX = 600.0
 RUN_S_MAX = 1_800.0
 
 PENSTOCK, STOP, STRUCTURED = "penstock", "penstock_stop", "structured_repartition"
 RESTING = "penstock_at_rest"
-"""Not a contender: what the first shows when nothing is ordered."""
+"""Not a contender: what ``penstock`` shows when nothing is ordered."""
 MANY, FEW = 3, 1
 """Containers of the stage, in turn."""
 
 Output = tuple[float, int]
-"""When it was there, and the number of its epoch or batch."""
+"""When an output was there, and the number of its epoch or batch."""
 Order = tuple[str, Callable[[], None], int]
-"""What, how, and how many containers own slices then."""
+"""What is ordered, how, and how many containers own slices then."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """State grows to so many keys; then so many times there and back."""
+    """State grows to this number of keys; then the orders go there and back this number of times."""
 
     keys: int
     turns: int = 1
@@ -86,7 +86,7 @@ class Phase:
 
 
 def keys_of(moved_mb: int) -> int:
-    """Keys of a state of which so much moves."""
+    """The keys of a state of which this many MB move."""
     return moved_mb * 1_000_000 * MANY // ((MANY - FEW) * BYTES_PER_KEY)
 
 
@@ -97,7 +97,7 @@ STOP_PHASES = PHASES[1:4]
 PEER_PHASES = (Phase(FEW_KEYS), Phase(MANY_KEYS))
 QUICK = (Phase(FEW_KEYS), Phase(keys_of(50)))
 SMALLEST_MB = 50
-"""From here on the figures must be flat: less is over within an epoch or two whatever one does."""
+"""The size from which on the figures must be flat. Less state is over within an epoch or two, whatever one does."""
 
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
@@ -116,16 +116,16 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
     notes = [
         "delay_s: the longest time without output from the order until all has moved and the new owners have given "
         "output; for Structured Streaming, until the restarted query has.",
-        "delay_epochs: the same by the usual time from one output to the next before the order. at_rest_epochs_max: "
-        f"the longest time without output in {WATCH_S:.0f} s at each size while nothing moves; a move takes up to "
-        "minutes, so that it meets more of what the machine does by itself.",
-        "stolen_s: of that longest time, what the machine's host took from each core for others. unstolen_s: the "
-        "longest time without output when that is left out.",
+        "delay_epochs: delay_s by the usual time from one output to the next before the order.",
+        f"at_rest_epochs_max: the longest time without output in {WATCH_S:.0f} s at each size while nothing moves. A "
+        "move takes up to minutes, so it meets more of what the machine does by itself.",
+        "stolen_s: the part of the longest time without output that the machine's host took from each core for others. "
+        "unstolen_s: the longest time without output when that part is left out.",
         "to_next_output_s: from the order to the very next output. served_s: to the first output after the last slice "
         "has changed hands. done_s: until nothing of the move is left, which takes one more checkpoint.",
-        f"moved_mb: of the state in memory, which Penstock has in {SLICES} slices.",
+        f"moved_mb: MB of the state in memory that moved. Penstock has the state in {SLICES} slices.",
         f"A file of {FILE_ROWS:,} rows comes every {FEED_S} s.",
-        f"largest_vs_smallest: of delay_s, medians by size, from {SMALLEST_MB} MB on.",
+        f"largest_vs_smallest: the largest median of delay_s by size / the smallest, from {SMALLEST_MB} MB on.",
         "In every run the final count and sum of every key were compared with the truth, and no output came twice.",
     ]
 
@@ -142,7 +142,7 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
 
 
 def measure(contender: str, phases: Sequence[Phase], place: Path) -> tuple[list[Row], list[dict[str, Any]]]:
-    """All orders of one run, its output verified; and, of ours, what happened meanwhile."""
+    """All orders of one run with verified output. A run of Penstock also gives what happened meanwhile."""
     figures = run_phases(MODULE, contender, phases, place)
     rows = order_rows(contender, figures)
     kept = ("contender", "keys", "order")
@@ -151,7 +151,7 @@ def measure(contender: str, phases: Sequence[Phase], place: Path) -> tuple[list[
 
 
 def run_phases(module: str, contender: str, phases: Sequence[Phase], place: Path) -> Figures:
-    """A contender's figures; what it gave was exact."""
+    """A contender's figures, once its output was found exact."""
     work = place / "work"
     args = {"phases": [[p.keys, p.turns] for p in phases], "pool": str(place / "pool"), "work": str(work)}
     common.note(f"{contender}: " + ", ".join(f"{p.keys:,} keys" for p in phases))
@@ -183,8 +183,9 @@ def silence_s(begin: float, outputs: Sequence[Output], until: float) -> float:
 
 
 def stolen_s(begin: float, outputs: Sequence[Output], until: float, stolen: Mapping[int, float]) -> float | None:
-    """What was stolen from each core in the longest time without output; ``stolen``: epoch -> in all up to its output.
-    None: the machine does not tell."""
+    """What the host took of each core in the longest time without output. ``stolen``: epoch -> seconds in all up to its
+    output. None: the machine does not tell.
+    """
     gaps = [(b[0] - a[0], a[1], b[1]) for a, b in pairwise(outputs) if b[0] > begin and b[0] <= until]
     if not gaps:
         return None
@@ -193,7 +194,7 @@ def stolen_s(begin: float, outputs: Sequence[Output], until: float, stolen: Mapp
 
 
 def unstolen_s(begin: float, outputs: Sequence[Output], until: float, stolen: Mapping[int, float]) -> float | None:
-    """The longest time without output, less what was stolen from each core in it. None: the machine does not tell."""
+    """The longest time without output, less what the host took of each core in it. None: the machine does not tell."""
     gaps = [
         b[0] - max(begin, a[0]) - (stolen[b[1]] - stolen[a[1]])
         for a, b in pairwise(outputs)
@@ -215,7 +216,7 @@ def order_figures(
 ) -> Figures:
     """The figures of one order at ``at``, when everything has moved.
 
-    ``owners``: epoch -> who owned each slice in it. ``done``: when nothing of the move was left.
+    ``owners``: epoch -> the owner of each slice in it. ``done``: when nothing of the move was left.
     """
     before = [epoch for t, epoch in outputs if t <= at]
     after = [(t, epoch) for t, epoch in outputs if t > at]
@@ -240,7 +241,7 @@ def order_figures(
 
 
 def restart_figures(at: float, outputs: Sequence[Output], restarted: float) -> Figures:
-    """The same for one who stops and starts again: ``restarted`` is when the start was ordered."""
+    """The figures of an order for a query that stops and starts again. ``restarted`` is when the start was ordered."""
     served = next((t for t, _ in outputs if t > restarted), None)
     if served is None:
         raise EngineError("no output came after the restart", remedy="Look at the contender's log.")
@@ -255,7 +256,7 @@ def restart_figures(at: float, outputs: Sequence[Output], restarted: float) -> F
 
 
 def rest_figures(at: float, outputs: Sequence[Output], until: float, stolen: Mapping[int, float]) -> Figures:
-    """The same while nothing moves."""
+    """The figures of a time in which nothing moves."""
     delay, usual = silence_s(at, outputs, until), usual_gap_s(at, outputs)
     return {
         "order": "none",
@@ -277,13 +278,13 @@ def _by_size(rows: Sequence[Row], contender: str, figure: str = "delay_s") -> di
 
 
 def _spread(by_size: Mapping[int, float]) -> float | None:
-    """The largest median by the smallest, where the state is worth speaking of."""
+    """The largest median by the smallest, for the sizes whose figures must be flat."""
     counted = [value for keys, value in by_size.items() if Phase(keys).moved_mb >= SMALLEST_MB]
     return common.rounded(max(counted) / min(counted)) if counted else None
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Of medians by size. A quick run has fewer keys: then it compares at those it has."""
+    """Largest by smallest, of medians by size. A quick run has fewer keys, so it compares at the sizes it has."""
     ours, stop, theirs = (_by_size(rows, name) for name in (PENSTOCK, STOP, STRUCTURED))
     found: dict[str, float | None] = {}
     shared = sorted(set(ours) & set(theirs))
@@ -326,7 +327,7 @@ def _short(keys: int) -> str:
 
 
 def write_phases(pool: Path, phases: Sequence[Phase], *, beats: int = BEATS, seed: int = 5) -> None:
-    """A directory for each phase: ``load-*``, the keys that are new in it; ``beat-*``, random keys of all so far."""
+    """A directory for each phase. ``load-*`` has its new keys, and ``beat-*`` random keys of all so far."""
     total = phases[-1].keys
     common.note(f"writing {total:,} keys")
     rng = np.random.default_rng(seed)
@@ -352,14 +353,14 @@ class Totals:
 
 
 def key_numbers(keys: pl.Series) -> np.ndarray[Any, Any]:
-    """The number in ``user-0000000042``; -1 for what is no key of ours."""
+    """The number in ``user-0000000042``, or -1 for what is no key of ours."""
     numbers = keys.str.strip_prefix("user-").cast(pl.Int64, strict=False)
     same = ("user-" + numbers.cast(pl.String).str.zfill(10)).eq_missing(keys)
     return numbers.fill_null(-1).to_numpy() if same.all() else np.where(same, numbers.fill_null(-1), -1)
 
 
 def truth_of_phases(pool: Path, fed: Sequence[int]) -> Totals:
-    """After the phases, with so many files of ``beat-*``, taken in turn, in each."""
+    """The true counts and sums after the phases, with this number of files of ``beat-*``, taken in turn, in each."""
     parts: list[tuple[Path, int]] = []
     for number, count in enumerate(fed):
         beats = sorted((pool / str(number)).glob("beat-*.parquet"))
@@ -378,14 +379,14 @@ def truth_of_phases(pool: Path, fed: Sequence[int]) -> Totals:
 
 
 def check_totals(out: Path, truth: Totals, contender: str) -> None:
-    """What a reader of the output sees: no count of a key twice, and the last one of every key is right."""
+    """Check what a reader of the output sees: no count of a key twice, and the last one of every key is right."""
     rows = pl.read_parquet(out / "**" / "*.parquet", hive_partitioning=False).select(KEY, COUNT, SUM)
     keys, counts, sums = key_numbers(rows[KEY]), rows[COUNT].to_numpy(), rows[SUM].to_numpy()
     del rows
     order = np.lexsort((counts, keys))
     keys, counts, sums = keys[order], counts[order], sums[order]
     twice = int(np.count_nonzero((keys[1:] == keys[:-1]) & (counts[1:] == counts[:-1])))
-    # A count only grows: the last row of a key is the one with the greatest.
+    # A count only grows, so the last row of a key has the greatest count.
     last = np.append(keys[1:] != keys[:-1], True) if keys.size else np.zeros(0, np.bool_)
     keys, counts, sums = keys[last], counts[last], sums[last]
     strange = int(np.count_nonzero((keys < 0) | (keys >= truth.counts.size)))
@@ -403,7 +404,7 @@ def check_totals(out: Path, truth: Totals, contender: str) -> None:
 
 
 class Feeder(recovery.Feeder):
-    """A file in each ``FEED_S``, at this benchmark's own pace; and it can be told to wait."""
+    """Puts a file in place every ``FEED_S``, at this benchmark's own pace. It can be told to wait."""
 
     def __init__(self, pool: Path, into: Path) -> None:
         super().__init__(pool, into)
@@ -419,7 +420,7 @@ class Feeder(recovery.Feeder):
 
 
 def wait_for_output(outputs: Callable[[], Sequence[Output]], check: Callable[[], object] = lambda: None) -> None:
-    """Return right after an output: then every order meets the same moment of an epoch."""
+    """Return right after an output, so that every order meets the same moment of an epoch."""
     last = outputs()[-1][1]
 
     def newer() -> bool:
@@ -433,7 +434,7 @@ def wait_for_output(outputs: Callable[[], Sequence[Output]], check: Callable[[],
 
 
 class Recorder(recovery.Trace):
-    """Also when each epoch's output was there, and who owned its slices."""
+    """Also records when each epoch's output was there, and who owned its slices."""
 
     def __init__(self, runtime: Any, stage: str = OPERATOR) -> None:
         self.runtime, self.stage = runtime, stage
@@ -442,7 +443,7 @@ class Recorder(recovery.Trace):
         self.rows: dict[int, int] = {}
         """epoch -> rows of input"""
         self.stolen: dict[int, float] = {}
-        """epoch -> what the host had taken of each core in all"""
+        """epoch -> seconds that the host had taken of each core in all"""
         super().__init__(runtime)
 
     def event(self, event: Any) -> None:
@@ -450,7 +451,7 @@ class Recorder(recovery.Trace):
             run = self.runtime.controller.epochs.in_flight.get(event.epoch)
             reports = [r for name in self.runtime.plan.sources for r in run.done.get(name, ())] if run else []
             rows = sum(report.rows_in for report in reports)
-            # While slices move, epochs run without input too: they are no output, and would fill a pause.
+            # While slices move, epochs also run without input. They are no output, and would hide a pause.
             if rows and event.epoch > (self.outputs[-1][1] if self.outputs else 0):
                 self.rows[event.epoch] = rows
                 self.outputs.append((event.now, event.epoch))
@@ -464,14 +465,14 @@ class Recorder(recovery.Trace):
         super().command(command)
 
     def served_by(self, count: int, before: Sequence[int]) -> bool:
-        """The newest output is that of so many owners, who are those there are to be, and not those of before."""
+        """The newest output is that of the right number of owners, and the owners are the new ones."""
         owners = self.owners.get(self.outputs[-1][1], ())
         final = tuple(self.runtime.controller.routes.table.owners[self.stage])
         return len(set(owners)) == count and owners == final != tuple(before)
 
 
 def start_totals(args: Mapping[str, Any], *, stop_and_copy: bool = False, **settings: Any) -> tuple[Any, Recorder]:
-    """The running count and sum over ``in/*/*.parquet``, up and recorded."""
+    """The running count and sum over ``in/*/*.parquet``, started and recorded."""
     import penstock as ps
     from penstock.control.epochs import Baseline
     from penstock.engines.job import start
@@ -495,7 +496,7 @@ def start_totals(args: Mapping[str, Any], *, stop_and_copy: bool = False, **sett
 
 
 def alive(job: Any) -> bool:
-    """True, or the error that ended the job."""
+    """The condition, or the error that ended the job."""
     return recovery._watch(job, lambda: True)()
 
 
@@ -510,7 +511,7 @@ def begin_phase(job: Any, pool: Path, into: Path, rows_before: int, load: int) -
 
 
 def end_phase(job: Any, feeder: Feeder, rows_before: int, load: int) -> int:
-    """No more input, and all of it is out; the rows so far."""
+    """Wait until there is no more input and all of it is out. Give the rows so far."""
     feeder.stop()
     rows = rows_before + load + feeder.fed * FILE_ROWS
     wait_for(lambda: alive(job) and job.status().rows >= rows, recovery.SETTLE_S_MAX * 4, "all input is published")
@@ -518,7 +519,7 @@ def end_phase(job: Any, feeder: Feeder, rows_before: int, load: int) -> int:
 
 
 def settle(job: Any, recorder: Recorder, feeder: Feeder, rest_s: float) -> None:
-    """Nothing moves, nothing has piled up, and what was loaded is behind a checkpoint, for long enough to be usual."""
+    """Nothing moves, nothing has piled up, and a checkpoint has what was loaded, for long enough to be usual."""
     wait_for(lambda: alive(job) and not job.status().moves, MOVE_S_MAX, "nothing moves")
     wait_for(lambda: alive(job) and feeder.fed - feeder.taken() <= 2, recovery.SETTLE_S_MAX)
     first = job.status().checkpoints
@@ -531,8 +532,8 @@ def settle(job: Any, recorder: Recorder, feeder: Feeder, rest_s: float) -> None:
 def carry_out(
     job: Any, recorder: Recorder, order: Callable[[], None], what: str, owners: int
 ) -> tuple[Figures, list[str]]:
-    """Order it, wait until so many containers own slices and nothing moves any more; the figures, and what happened
-    until the new owners had served.
+    """Order it, and wait until the right number of containers own slices and nothing moves any more. Give the figures,
+    and what happened until the new owners had served.
     """
     state, before = job.status(), recorder.owners[recorder.outputs[-1][1]]
     at = time.monotonic()
@@ -556,7 +557,7 @@ def carry_out(
 
 
 def watch(job: Any, recorder: Recorder, seconds: float) -> Figures:
-    """How it is for so long when nothing is ordered."""
+    """Give the figures of some seconds in which nothing is ordered."""
     at = time.monotonic()
     wait_for(lambda: alive(job) and time.monotonic() - at >= seconds, MOVE_S_MAX)
     return rest_figures(at, list(recorder.outputs), time.monotonic(), dict(recorder.stolen))
@@ -572,8 +573,8 @@ def go_through(
     rest_after: bool = False,
     watch_s: float = 0.0,
 ) -> Figures:
-    """All phases: load, feed, and give each order in turn, each after so long at rest; with ``rest_after``, so long at
-    rest after the last one, too. With ``watch_s`` one looks before the first order how it is for so long.
+    """Run all phases: load, feed, and give each order in turn, each after some seconds at rest. With ``rest_after``
+    there is also a rest after the last order. With ``watch_s`` nothing is ordered for this time before the first order.
     """
     work, pool = Path(args["work"]), Path(args["pool"])
     found: list[Figures] = []
@@ -659,7 +660,7 @@ class Query:
         return recovery._alive(self.query)
 
     def rows(self) -> int:
-        """Of all batches so far, by the query's own record, which keeps the last few and begins anew with a start."""
+        """Rows of all batches so far, by its own record, which keeps the last few and begins anew at a start."""
         with self._counting:
             for progress in self.query.recentProgress:
                 if progress["batchId"] > self._seen:
@@ -668,8 +669,8 @@ class Query:
             return self._rows
 
     def repartition(self, partitions: int, feeder: Feeder) -> Figures:
-        """Stop, repartition, start, until there is output. A batch that is cut off cannot be repartitioned, so input is
-        held back until the query has none left, and comes again as soon as it has stopped.
+        """Stop, repartition, and start until there is output. A batch that is cut off cannot be repartitioned, so input
+        is held back until the query has none left, and comes again as soon as it has stopped.
         """
         at = time.monotonic()
         feeder.held = True
@@ -692,7 +693,7 @@ class Query:
 
 
 def structured_repartition(args: dict[str, Any]) -> Iterator[Figures]:
-    """As many partitions of the state as executors, twice as many, and back."""
+    """Go from as many partitions of the state as executors to twice as many, and back."""
     work = Path(args["work"])
     (work / "in").mkdir(parents=True)
     query = Query(args)
@@ -726,7 +727,7 @@ def _files_taken(query: Query, rows_before: int) -> int:
 
 
 def _settle_query(query: Query, feeder: Feeder) -> None:
-    """What had piled up is gone, and batches have come at their usual pace."""
+    """Nothing waits as input, and batches have come at their usual pace."""
     wait_for(lambda: query.alive() and feeder.fed - feeder.taken() <= 3, recovery.SETTLE_S_MAX)
     first = len(query.outputs)
     wait_for(lambda: query.alive() and len(query.outputs) >= first + 6, MOVE_S_MAX, "batches are out")

@@ -2,15 +2,15 @@
 
 Both run the same running count and sum over the same Parquet files on ``local-cluster[N,1,MB]``: N executors, each a
 JVM of its own with Python workers below it. A first phase loads distinct keys until the state has the size asked for.
-Then a file arrives every second, with rows on random keys of all; executors are killed with SIGKILL, one or
-several at the same instant, and the clock runs until the next output that had not been committed before. What was
-committed already and comes a second time does not count, nor does an epoch that was finished when the kill came.
+Then a file arrives every second, with rows on random keys of all. One or several executors are killed with SIGKILL at
+the same instant, and the clock runs until the next output that had not been committed before. Output that was committed
+already and comes a second time does not count, nor does an epoch that was finished when the kill came.
 
-Where our time goes is told apart from the record of events that the controller sees: until the first of them says that
-something is lost (``detect_s``), until the last task of the old attempt is gone (``drain_s``), and the epochs that run
-again from the last checkpoint up to the first new one (``replay_s``). Within the last, ``rebuild_s`` is the longest
-time that a container took to bring lost slices up, from backups or from the durable checkpoint. ``spark_s`` is all but
-the rebuild.
+The record of events that the controller sees splits Penstock's time in three. ``detect_s`` goes until the first event
+that says that something is lost. ``drain_s`` goes until the last task of the old attempt is gone. ``replay_s`` is for
+the epochs that run again, from the last checkpoint up to the first new one. Within ``replay_s``, ``rebuild_s`` is the
+longest time that a container took to bring lost slices up, from backups or from the durable checkpoint. ``spark_s`` is
+everything but the rebuild.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ MODULE = "benchmarks.recovery"
 OPERATOR = "totals"
 KEY, SUM, COUNT = "key", "total", "n"
 BYTES_PER_KEY = 73
-"""Of ``JobStatus.state_bytes``, for these keys with a count and a sum. The size that a run had is in its rows."""
+"""Bytes of ``JobStatus.state_bytes`` for a key with a count and a sum. The rows have the size that a run had."""
 FILE_ROWS = 25_000
 FEED_S = 1.0
 BATCH_FILES = 10
-"""A batch, or an epoch, takes at most so many files: what has piled up meanwhile is caught up with at this size."""
+"""The most files that a batch or an epoch takes. A contender catches up at this size with the files that wait."""
 BEATS = 60
 """Different files that the second phase takes in turn."""
 EXECUTOR_MB = 768
 AHEAD_FILES = 10
-"""No more files wait for a contender than this: one that is too slow for the rate gets what it can take."""
+"""The most files that wait for a contender. A contender that is too slow for the rate gets what it can take."""
 SETTLE_S_MAX = 180.0
 SPREAD_S_MAX = 120.0
-"""A replacement is up; so long slices may take to come to it before the next kill is due all the same."""
+"""Seconds that slices may take to come to a replacement that is up. The next kill is due then all the same."""
 RUN_S_MAX = 3_600.0
 
 PENSTOCK, STRUCTURED = "penstock", "structured_rocksdb"
@@ -64,7 +64,7 @@ PENSTOCK, STRUCTURED = "penstock", "structured_rocksdb"
 
 @dataclass(frozen=True)
 class Point:
-    """One run: a job with its state, and the kills it goes through, each of so many executors at once."""
+    """One run: a job with its state, and its kills, each with the number of executors that are killed at once."""
 
     state_mb: int = 200
     backups: int = 1
@@ -87,8 +87,8 @@ POINTS = (
     Point(interval_s=15.0),
     Point(executors=3),
 )
-"""One axis at a time, from the base point: the full product would take a day and say little more. The base interval is
-a second, because Structured Streaming makes every batch durable, and its batches take about that.
+"""The points vary one axis at a time from the base point: the full product would take a day and say little more. The
+base interval is a second, because Structured Streaming makes every batch durable, and its batches take about a second.
 """
 PEER_POINTS = (BASE, Point(state_mb=50))
 """Structured Streaming has neither backups nor an interval of checkpoints: it makes each batch durable."""
@@ -111,8 +111,9 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
                 traces += events
     notes = [
         "to_next_output_s: from SIGKILL to the first output that had not been committed before.",
-        "rebuild_s: the longest time that a container took to bring lost slices up; spark_s: all the rest. "
-        "rebuild_cpu_s: what that took of the cores; the rest it waited for one, while Spark started new executors.",
+        "rebuild_s: the longest time that a container took to bring lost slices up. spark_s: all the other time.",
+        "rebuild_cpu_s: processor time of rebuild_s. In the other part of it the container waited for a core while "
+        "Spark started new executors.",
         "detect_s + drain_s + replay_s is to_next_output_s: until the loss is seen, until what still ran is gone, and "
         "until the epochs since the last checkpoint have run again and one more is out.",
         "from_backup, from_durable: slices brought up from a peer's copy, or from the checkpoint.",
@@ -132,7 +133,7 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
 
 
 def measure(contender: str, point: Point, seed: int, place: Path) -> tuple[list[Row], list[dict[str, Any]]]:
-    """All kills of one run, its output verified; and, of ours, what happened around each."""
+    """All kills of one run with verified output. A run of Penstock also gives what happened around each kill."""
     work = place / "work"
     args = {**dataclasses.asdict(point), "keys": point.keys, "pool": str(place / "pool"), "work": str(work)}
     figures = common.run_contender(MODULE, contender, {**args, "seed": seed}, work, seconds_max=RUN_S_MAX)
@@ -164,7 +165,9 @@ def measure(contender: str, point: Point, seed: int, place: Path) -> tuple[list[
 
 
 def _is(row: Row, point: Point, *free: str) -> bool:
-    """Whether a row is of this point, but for the axes named ``free``. What a contender does not have matches all."""
+    """Whether a row is of this point, except for the axes named ``free``. An axis that a contender does not have
+    matches.
+    """
     axes = ("state_mb", "backups", "interval_s", "executors")
     return all(axis in free or row[axis] is None or row[axis] == getattr(point, axis) for axis in axes)
 
@@ -179,10 +182,10 @@ def _over(a: float | None, b: float | None) -> float | None:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Medians over all kills of a kind; a kill is hit and miss within an epoch, so that pairs of kills mean nothing."""
+    """Medians over all kills of a kind. When a kill hits within an epoch is chance, so pairs of kills mean nothing."""
     ours = [row for row in rows if row["contender"] == PENSTOCK]
     theirs = [row for row in rows if row["contender"] == STRUCTURED]
-    # A quick run has no base point: then what there is, is compared.
+    # A quick run has no base point, so it compares the points it has.
     base = BASE if any(_is(row, BASE) for row in ours) else Point(state_mb=ours[0]["state_mb"]) if ours else BASE
     found: dict[str, float | None] = {}
 
@@ -230,7 +233,7 @@ def penstock_kill(at: float, trace: Sequence[Mapping[str, Any]]) -> Figures:
     sources: Counter[str] = Counter()
     for entry in after:
         if entry.get("attempt", 0) <= attempt:
-            if entry["what"] == "EpochPublished":  # it was as good as done when the kill came
+            if entry["what"] == "EpochPublished":  # the epoch was as good as done when the kill came
                 published = max(published, entry["epoch"])
             continue
         attempts = max(attempts, entry["attempt"] - attempt)
@@ -267,7 +270,7 @@ def _says_lost(entry: Mapping[str, Any]) -> bool:
 
 
 def structured_kill(at: float, batches: Sequence[tuple[float, int]]) -> Figures:
-    """``batches``: when each batch's output was complete, and its number."""
+    """The figures of a kill. ``batches`` says when each batch's output was complete, and its number."""
     last = max((number for done, number in batches if done <= at), default=-1)
     done = next((done for done, number in batches if done > at and number > last), None)
     if done is None:
@@ -279,7 +282,7 @@ def structured_kill(at: float, batches: Sequence[tuple[float, int]]) -> Figures:
 
 
 def write_input(pool: Path, keys: int, *, beats: int = BEATS, rows: int = FILE_ROWS, seed: int = 5) -> None:
-    """``load-*``: each key once, in no order; ``beat-*``: random keys of all."""
+    """Write ``load-*``, each key once, in no order, and ``beat-*``, random keys of all."""
     pool.mkdir(parents=True)
     common.note(f"writing {keys:,} keys")
     rng = np.random.default_rng(seed)
@@ -311,10 +314,10 @@ def true_totals(pool: Path, fed: int) -> pl.DataFrame:
 
 
 def check_output(out: Path, truth: pl.DataFrame, contender: str) -> None:
-    """What a reader of the output sees: no count of a key twice, and the last one of every key is right."""
+    """Check what a reader of the output sees: no count of a key twice, and the last one of every key is right."""
     rows = pl.read_parquet(out / "**" / "*.parquet", hive_partitioning=False).select(KEY, COUNT, SUM)
     twice = rows.height - rows.select(pl.struct(KEY, COUNT).n_unique()).item()
-    # A count only grows: the last row of a key is the one with the greatest.
+    # A count only grows, so the last row of a key has the greatest count.
     last = rows.sort(COUNT).unique(KEY, keep="last").sort(KEY).cast({COUNT: pl.Int64, SUM: pl.Int64})
     if twice == 0 and last.equals(truth):
         return
@@ -330,9 +333,9 @@ def check_output(out: Path, truth: pl.DataFrame, contender: str) -> None:
 
 
 class Feeder(threading.Thread):
-    """Puts files where the contender looks for them: all of the load at once, then one in each ``FEED_S``.
+    """Puts files where the contender looks for them: all of the load at once, then one every ``FEED_S``.
 
-    A file appears whole, as a hard link. ``taken`` says how many of those after the load the contender has processed.
+    A file appears whole, as a hard link. ``taken`` says how many files after the load the contender has processed.
     """
 
     def __init__(self, pool: Path, into: Path) -> None:
@@ -368,26 +371,26 @@ class Feeder(threading.Thread):
 
 
 def executors() -> dict[str, psutil.Process]:
-    """Executor id -> its process, of those below this one that are alive."""
+    """Executor id -> its process, of the living executors below this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ValueError):
             line = process.cmdline()
             if any("CoarseGrainedExecutorBackend" in part for part in line) and process.status() != "zombie":
-                # The launcher's own JVM has the same words in a longer line before it becomes the executor.
+                # Before the launcher's JVM becomes the executor, it has the same words in a longer line.
                 found[line[line.index("--executor-id") + 1]] = process
     return found
 
 
 def choose_victims(alive: Sequence[str], owners: Sequence[str], count: int, rng: np.random.Generator) -> list[str]:
-    """So many of those alive by chance, one of them surely with slices: who has none is not missed."""
+    """Choose victims by chance among the living executors. At least one has slices: nobody misses one without."""
     first = str(rng.choice(owners))
     others = [node for node in alive if node != first]
     return [first, *(str(node) for node in rng.permutation(others)[: count - 1])]
 
 
 def kill(victims: Sequence[psutil.Process]) -> float:
-    """SIGKILL to all of them; when that was, by the monotonic clock."""
+    """Send SIGKILL to all of them, and give the time by the monotonic clock."""
     at = time.monotonic()
     for process in victims:
         process.send_signal(signal.SIGKILL)
@@ -395,7 +398,9 @@ def kill(victims: Sequence[psutil.Process]) -> float:
 
 
 def wait_for(condition: Callable[[], bool], seconds_max: float, what: str = "") -> bool:
-    """Poll, since both engines are asked from outside. With ``what``, to wait in vain is an error."""
+    """Poll a condition, because both engines are asked from outside. With ``what``, a condition that never comes is an
+    error.
+    """
     limit = time.monotonic() + seconds_max
     pause = threading.Event()
     while not condition():
@@ -411,7 +416,7 @@ def wait_for(condition: Callable[[], bool], seconds_max: float, what: str = "") 
 
 
 def told(entry: Mapping[str, Any], at: float) -> str:
-    """An entry as a line of text: seconds from ``at``, what, and what there is to say about it."""
+    """An entry as a line of text: seconds from ``at``, its name, and what there is to say about it."""
     numbers = {name: f"{entry[name]:.0f} ms" for name in ("load_ms", "busy_ms") if entry.get(name)}
     more = {name: entry[name] for name in ("stage", "epoch", "attempt", "rebuilt", "missing") if entry.get(name)}
     said = ", ".join(f"{name.removesuffix('_ms')} {value}" for name, value in {**more, **numbers}.items())
@@ -419,7 +424,7 @@ def told(entry: Mapping[str, Any], at: float) -> str:
 
 
 class Trace:
-    """The record of what the controller is told and what it orders, kept beside the runtime's own work."""
+    """The record of the controller's events and commands, kept beside the runtime's own work."""
 
     def __init__(self, runtime: Any) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -443,7 +448,7 @@ class Trace:
         return [told(entry, at) for entry in list(self.entries) if entry["at"] > at - 1.0]
 
     def _entry(self, what: str, item: Any) -> dict[str, Any]:
-        # An event is stamped where it happens; that it waited in the queue is part of what we measure.
+        # An event is stamped where it happens. Its wait in the queue is part of the measured time.
         entry: dict[str, Any] = {"at": time.monotonic(), "what": what}
         entry |= {name: getattr(item, name) for name in ("epoch", "attempt", "stage", "reason") if hasattr(item, name)}
         reports = getattr(item, "reports", None)
@@ -494,7 +499,7 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
         same = [n for n, c in enumerate(args["kills"]) if c == count]
         phase = (same.index(number) + 0.5) / len(same)
         _after_checkpoint(trace, phase * args["interval_s"])
-        if not kills:  # by now a checkpoint has made what undoes the load superfluous
+        if not kills:  # by now a checkpoint has released the undo logs of the load
             state = job.status()
         alive = executors()
         owners = sorted(_owners(job) & alive.keys())
@@ -534,7 +539,7 @@ def _spark_settings(work: Path) -> dict[str, str]:
 
 
 def _watch(job: Any, condition: Callable[[], bool]) -> Callable[[], bool]:
-    """The condition; and the error that ended the job, if one did."""
+    """The condition, or the error that ended the job."""
 
     def check() -> bool:
         if job._runtime.ended.is_set():
@@ -554,9 +559,9 @@ def _output_is_new(at: float, trace: Trace) -> bool:
 
 
 def _settle_penstock(job: Any, args: dict[str, Any], feeder: Feeder) -> None:
-    """All executors are there, slices and backups spread over them again, and what had piled up is gone.
+    """All executors are there, slices and backups are spread over them again, and no files wait.
 
-    What does not come to rest in time is left as it is, and told in the row of the kill: ``nodes_used``, ``backed``.
+    A job that does not come to rest in time is left as it is. The row of the kill says so: ``nodes_used``, ``backed``.
     """
     wait_for(lambda: len(executors()) == args["executors"], SETTLE_S_MAX, "all executors are back")
     wait_for(_watch(job, lambda: len(_owners(job)) == args["executors"]), SPREAD_S_MAX)
@@ -577,7 +582,7 @@ def _share_current(job: Any) -> float:
 
 
 def _after_checkpoint(trace: Trace, seconds: float) -> None:
-    """Wait until so long after the next checkpoint has become whole."""
+    """Wait for some seconds after the next checkpoint has become whole."""
     begin = time.monotonic()
 
     def latest() -> float | None:
@@ -592,7 +597,9 @@ def _after_checkpoint(trace: Trace, seconds: float) -> None:
 
 
 def structured_rocksdb(args: dict[str, Any]) -> Iterator[Figures]:
-    """RocksDB with changelog checkpoints; a partition of the state for each executor; all else as Spark sets it."""
+    """RocksDB with changelog checkpoints, and a partition of the state for each executor. Everything else is Spark's
+    default.
+    """
     work = Path(args["work"])
     feeder = Feeder(Path(args["pool"]), work / "in")
     feeder.load()
@@ -684,7 +691,7 @@ class Intake:
 def _settle_structured(
     query: Any, done: list[tuple[float, int]], begun: list[tuple[float, int]], feeder: Feeder
 ) -> None:
-    """What had piled up is gone, and then a batch has just begun: so its tasks meet the loss."""
+    """No files wait, and a batch has just begun, so that its tasks meet the loss."""
     first = len(done)
     wait_for(lambda: _alive(query) and len(done) >= first + 2, SETTLE_S_MAX, "two more batches are out")
     wait_for(lambda: _alive(query) and feeder.fed - feeder.taken() <= 3, SPREAD_S_MAX)

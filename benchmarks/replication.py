@@ -1,12 +1,13 @@
 """What backups on peers cost: throughput for each copy, and bytes of a checkpoint by the size of the state.
 
-Two questions, after the evaluation of streaming MapReduce on Floe. How much throughput does each further copy of the
-state take? There it was 15 %. And how large is what has to be sent to the peers at a checkpoint? There it was 7 % of
-the state at an interval of 2 s.
+The two questions follow the evaluation of streaming MapReduce on Floe. How much throughput does each further copy of
+the state take? There it was 15 %. How many bytes go to the peers at a checkpoint? There it was 7 % of the state at an
+interval of 2 s.
 
-For the first, a running count of words goes as fast as it can on three executors, with no, one and two backups. For the
-second, all words of the vocabulary are loaded and then come at a fixed rate, that of the paper: how much a checkpoint
-holds depends on how many different words have come since the last one, so a figure means nothing without its rate.
+For the first question, a running count of words goes as fast as it can on three executors, with no, one and two
+backups. For the second, all words of the vocabulary are loaded and then come at the fixed rate of the paper. The size
+of a checkpoint depends on how many different words have come since the last one, so a figure means nothing without its
+rate.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WORDS_S = 15_000
 """The rate in the paper's measurement of recovery."""
 SEED = 11
 WARM_UP_S = 15.0
-"""Words that were due while the job was starting come first."""
+"""Seconds that are not measured: words that were due while the job was starting come first."""
 
 
 def run(quick: bool, out: Path | None) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def ratios(rows: Sequence[Row], sizes: Sequence[Row]) -> dict[str, float | None]
         found[f"throughput_r{copies}_vs_r0"] = kept
         if kept is not None:
             lost.append((1 - kept) / copies)
-    # What is lost in noise is nothing; a negative share would read like a gain.
+    # A loss within the noise counts as none: a negative share would read like a gain.
     found["lost_per_replica"] = common.rounded(max(0.0, *lost)) if lost else None
     for interval in INTERVALS_S:
         shares = [row["delta_share"] for row in sizes if row["interval_s"] == interval]
@@ -170,10 +171,10 @@ def delta_sizes(place: Path, interval: float, checkpoints: int) -> list[Row]:
 
 
 def rows_of_sizes(files: Sequence[Mapping[str, Any]], whole_bytes: int, interval: float, count: int) -> list[Row]:
-    """``files``: epoch_to and bytes of each delta. Those of the last ``count`` checkpoints before the very last one.
+    """The ``files`` (epoch_to and bytes of each delta) of the last ``count`` checkpoints before the very last one.
 
-    The first have the vocabulary, and the words that were due while the job was starting. The last is taken when the
-    job ends, and not after a whole interval.
+    The first checkpoints have the vocabulary, and the words that were due while the job was starting. The last one is
+    taken when the job ends, and not after a whole interval.
     """
     by_checkpoint: dict[int, int] = {}
     for file in files:
@@ -193,7 +194,9 @@ def rows_of_sizes(files: Sequence[Mapping[str, Any]], whole_bytes: int, interval
 
 
 def true_counts(rows: int) -> pl.DataFrame:
-    """The vocabulary once, and what the generator gives: made by the source itself, counted without an engine."""
+    """The true counts of the vocabulary once, and of the words that the generator gives. The source makes the words,
+    and no engine counts them.
+    """
     made = paced_words(rows, None).read("words", {"first": 0, "last": rows}).frame.select("word")
     whole = pl.concat([vocabulary_frame(), made])
     return whole.group_by("word").agg(n=pl.len().cast(pl.Int64)).sort("word")
@@ -210,7 +213,7 @@ def paced_words(rows: int | None, rows_s: float | None) -> Any:
 
 
 def penstock_paced(args: dict[str, Any]) -> Iterator[Figures]:
-    """Nothing is merged and nothing thrown away, so that each checkpoint's files can be looked at."""
+    """Run the job without merging or deleting files, so that the files of each checkpoint can be looked at."""
     import penstock as ps
 
     work = Path(args["work"])
@@ -243,7 +246,7 @@ def penstock_paced(args: dict[str, Any]) -> Iterator[Figures]:
 
 
 def whole_bytes(folder: Path) -> int:
-    """What a checkpoint of the whole state would take, in the same form as a delta."""
+    """The bytes that a checkpoint of the whole state would take, in the form of a delta."""
     from penstock.state.checkpoint import Manifest, merge_frames
     from penstock.state.codec import encode, read_slices
 

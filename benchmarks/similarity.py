@@ -1,18 +1,19 @@
 """How the cost of an event follows the size of state: tweet similarity and word counts, after ChronoStream.
 
-**Scale dependent** (its figure 13). Each tweet is compared with the last tweets of the same location, and the one that
-shares the most words goes out with it. That is a scan of the window, so time for each event grows in proportion with
-the window: with 1, 2, 4 and 8 times the window a straight line must come out (``linear_r2``). Whatever the engine does
-for each event besides is the line's offset.
+**Scale dependent** (its figure 13). Each tweet is compared with the last tweets of the same location, and the tweet
+that shares the most words goes out with it. That is a scan of the window, so the time of an event grows in proportion
+with the window. With 1, 2, 4 and 8 times the window a straight line must come out (``linear_r2``). The other work of
+the engine for each event is the line's offset.
 
 **Scale independent** (its figure 12). Counting words takes the same time for each event however many words there are.
-Both contenders get the same number of words a batch, by the same Zipf's law, so the same number of distinct words a
-batch; the larger one rotates through ten disjoint vocabularies, so that all of its state, ten times as much, stays in
-use. ``scale_independent_10x`` is its throughput over that of the smaller: 1.0 says that state costs nothing but memory.
-``top_words_10x`` is the same with a running top 100 after the count.
+Both contenders get the same number of words a batch, by the same Zipf's law, and so the same number of distinct words a
+batch. The larger contender rotates through ten disjoint vocabularies, so that all of its state, ten times as much,
+stays in use. ``scale_independent_10x`` is its throughput over that of the smaller: 1.0 says that state costs nothing
+but memory. ``top_words_10x`` is the same ratio with a running top 100 after the count.
 
-Input is generated, with a seed, so that it runs anywhere. If the environment variable ``PENSTOCK_DATA`` names a
-directory with ``tweets.csv.gz`` (columns location and text), the search runs over those too, and is verified likewise.
+A seed generates the input, so the benchmark runs anywhere. If the environment variable ``PENSTOCK_DATA`` names a
+directory with ``tweets.csv.gz`` (columns location and text), the search also runs over these tweets, and is verified
+likewise.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LOCATIONS = 32
 WORDS_PER_TWEET = 12
 TWEET_VOCABULARY = 20_000
 WINDOW = 100
-"""Tweets of a location, at 1x."""
+"""Tweets of a location in a window, at 1x."""
 FACTORS = (1, 2, 4, 8)
 SIZES_OF_STATE = ("words_1x", "words_10x", "top_words_1x", "top_words_10x")
 SCHEMA = {"location": pl.String(), "i": pl.Int64(), "other": pl.Int64(), "shared": pl.Int64()}
@@ -100,7 +101,7 @@ def ratios(rows: list[Row]) -> dict[str, float | None]:
 
 
 def measure_tweets(place: Path, window: int, batch: int, batches: int, rounds: int) -> list[Row]:
-    """Each round: the four windows in turn. The first batches fill the windows and are not measured."""
+    """In each round run the four windows in turn. The first batches fill the windows and are not measured."""
     rows: list[Row] = []
     work = place / "work"
     for number in range(1, rounds + 1):
@@ -118,7 +119,7 @@ def measure_tweets(place: Path, window: int, batch: int, batches: int, rounds: i
 
 
 def measure_real(place: Path, tweets: Path, window: int) -> list[Row]:
-    """Once over the tweets of a file: no claim about speed, but their locations are as skewed as the world's."""
+    """Run once over the tweets of a file. This is no claim about speed: the locations are as skewed as the world's."""
     frame = read_tweets(tweets)
     (place / "in").mkdir(parents=True)
     batch = -(-frame.height // 4)
@@ -138,7 +139,9 @@ def tweets_run(args: dict[str, Any], work: Path, contender: str) -> Figures:
 
 
 def write_tweets(folder: Path, files: int, rows_each: int, *, seed: int = 4) -> None:
-    """Parquet files of (i, location, words). Locations take turns in a random order: all windows fill together."""
+    """Write Parquet files of (i, location, words). Locations take turns in a random order, so all windows fill
+    together.
+    """
     folder.mkdir(parents=True)
     common.note(f"writing {files} files of {rows_each:,} tweets")
     weights = np.arange(1, TWEET_VOCABULARY + 1, dtype=np.float64) ** -1.0
@@ -156,7 +159,7 @@ def write_tweets(folder: Path, files: int, rows_each: int, *, seed: int = 4) -> 
 
 
 def read_tweets(path: Path) -> pl.DataFrame:
-    """The tweets of a file that say where they come from: i, location, text."""
+    """The tweets of a file that name their location: i, location, text."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as lines:
         found = [(row["location"].strip().lower(), row["text"]) for row in csv.DictReader(lines)]
     kept = [(i, location, text) for i, (location, text) in enumerate(p for p in found if p[0])]
@@ -168,7 +171,7 @@ def words_of(text: str) -> set[str]:
 
 
 def most_similar(words: set[str], window: Any) -> tuple[int, int]:
-    """The tweet of a window that shares the most words, and how many; the latest of several."""
+    """The tweet of a window that shares the most words, and how many. Of several such tweets it is the latest."""
     best, shared = -1, -1
     for other, theirs in window:
         common_words = len(words & theirs)
@@ -238,7 +241,7 @@ def check_pairs(found: pl.DataFrame, truth: pl.DataFrame, contender: str) -> Non
 def measure_words(
     place: Path, contenders: list[str], keys: int, batch_words: int, batches: int, rounds: int
 ) -> list[Row]:
-    """Counts and running top 100, of ``keys`` and ten times as many words of state."""
+    """Run counts and running top 100, with ``keys`` and ten times as many words of state."""
     truths = {}
     loads = {}
     for factor in (1, 10):
@@ -261,9 +264,9 @@ def measure_words(
 def write_rotating(
     folder: Path, keys: int, factor: int, batch_words: int, batches: int, *, seed: int = 5
 ) -> tuple[int, pl.DataFrame]:
-    """First every word once, in batches; then words by Zipf's law over ``keys`` ranks, in one vocabulary after another.
+    """Write every word once, in batches, then words by Zipf's law over ``keys`` ranks, in one vocabulary after another.
 
-    Gives how many batches the first part takes, and the true counts.
+    Give the number of batches of the first part, and the true counts.
     """
     folder.mkdir(parents=True)
     load = -(-keys * factor // batch_words)

@@ -1,8 +1,8 @@
 """What slices cost: the same word count with its state in 1, 8, 64 and 256 slices.
 
-Slices are the unit that moves, so there must be many of them; they are only worth having if many cost no more than one.
-One slice can live in one container only, so every contender has one instance of each stage: otherwise this would
-measure parallelism. Stages of two epochs still overlap on the two cores.
+A slice is the unit that moves, so a stage needs many of them. Many slices must not cost more than one. A slice can live
+in one container only, so every contender has one instance of each stage; with two instances the benchmark would measure
+parallelism. Stages of two epochs still overlap on the two cores.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
         f"slices_{count}_vs_1": common.ratio(rows, "rows_s", f"slices_{count}", "slices_1") for count in COUNTS[1:]
     }
     notes = [
-        "Ratios are of throughput, many slices to one: 1.0 means that slices are free.",
-        "One instance of each stage for all: a single slice cannot use two.",
+        "Ratios compare the throughput of many slices with that of one: 1.0 means that slices are free.",
+        "All contenders have one instance of each stage, because a single slice cannot use two.",
     ]
 
     def draw(path: Path) -> None:

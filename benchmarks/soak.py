@@ -1,8 +1,8 @@
 """Does a long run stay as it is? Memory, files and epoch time over thousands of small epochs.
 
-Small epochs make many of them in little time, and what leaks, leaks by the epoch: shuffle files, RDDs, log entries,
-deltas, records on the driver. The flow has a running count over 20,000 keys and a window count, so that state is
-evicted as well as kept. Slopes are those of the second half, where caches are full and every key has been seen.
+Small epochs give many epochs in little time. Leaks grow by the epoch: shuffle files, RDDs, log entries, deltas, records
+on the driver. The flow has a running count over 20,000 keys and a window count, so that state is both kept and evicted.
+Slopes are taken over the second half, where caches are full and every key has been seen.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
 
 
 def slopes(samples: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """What grows, for 1,000 epochs."""
+    """The growth of every figure in 1,000 epochs."""
     epochs = [float(sample["epoch"]) for sample in samples]
     found: dict[str, float | None] = {
         name: common.slope_per_1000(epochs, [float(sample[figure]) for sample in samples])
@@ -77,7 +77,7 @@ def slopes(samples: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, 
 
 
 def thinned(items: Sequence[Any], count: int) -> list[Any]:
-    """At most so many, evenly, the first and the last among them."""
+    """At most ``count`` values, evenly spread, with the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(k * (len(items) - 1) / (count - 1))] for k in range(count)]
@@ -88,7 +88,7 @@ def files_in(folder: Path) -> int:
 
 
 def memory_by_role() -> Figures:
-    """Of this process, the JVM and the Python workers under it."""
+    """Memory of this process, of the JVM and of the Python workers below it."""
     me = psutil.Process()
     children = me.children(recursive=True)
     java = [process for process in children if _name(process) == "java"]
@@ -140,7 +140,7 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
             "state_rows": status.state_rows,
             "epoch_ms": common.rounded(status.epoch_ms),
         }
-        # What a job holds while it starts or ends says nothing about how it lasts.
+        # Samples while the job starts or ends say nothing about a long run.
         if status.epoch and job.status().phase == "running" and job.status().epoch < args["epochs"]:
             samples.append(sample)
     status = job.status()

@@ -1,15 +1,16 @@
 """What a neighbour on the same machine notices of a migration: live and throttled, live, and stop and copy; and of a
 change of cores.
 
-After figures 15 and 17 of ChronoStream. Beside the job of the benchmark ``migrate`` something else is at work all the
-time: PostgreSQL with ``pgbench`` where it is installed, else a process that hashes and writes to the disk. Its
-throughput while state moves is compared with that beside the steady job, in ten seconds before the order and ten after
-all has settled: three containers take more of the machine than one, and that is not the move's doing.
+After figures 15 and 17 of ChronoStream. Beside the job of the benchmark ``migrate`` something else works all the time:
+PostgreSQL with ``pgbench`` where it is installed, else a process that hashes and writes to the disk. The benchmark
+compares its throughput while state moves with its throughput beside the steady job, in ten seconds before the order and
+ten seconds after everything has settled. Both sides count, because three containers take more of the machine than one,
+and the move does not cause that.
 
 ``penstock``
     Slices move while the job runs, and copies are read at no more than ``move_mb_s``.
 ``penstock_unlimited``
-    The same without that limit.
+    Slices move while the job runs, without that limit.
 ``penstock_stop``
     Stop and copy: everything stops, and the new owners load the checkpoint as fast as they can.
 ``penstock_cores``, ``penstock_cores_stop``
@@ -46,10 +47,10 @@ SUMMARY = "What a database beside the job notices while state moves: live and th
 
 MODULE = "benchmarks.tenant"
 MOVE_MB_S = 16.0
-"""For each container that makes copies."""
+"""MB a second for each container that makes copies."""
 BEFORE_S = 10.0
 WORST_S = 3.0
-"""The worst time within a migration is looked for in windows of this width."""
+"""Seconds of the window in which the worst time within a migration is looked for."""
 EXECUTORS = 3
 EXECUTOR_MB = 1024
 PG_SCALE = 5
@@ -62,7 +63,7 @@ SYNC_EVERY = 200
 PENSTOCK, UNLIMITED, STOP = "penstock", "penstock_unlimited", "penstock_stop"
 CORES, CORES_STOP = "penstock_cores", "penstock_cores_stop"
 PREFIXES = {PENSTOCK: "", UNLIMITED: "unlimited_", STOP: "stop_", CORES: "cores_", CORES_STOP: "cores_stop_"}
-"""Contender -> how the names of its figures begin."""
+"""Contender -> the prefix of its figures' names."""
 
 Counts = Sequence[tuple[float, float]]
 """How much the neighbour had done in all, and when."""
@@ -71,7 +72,7 @@ Begun = tuple[Any, migrate.Recorder, list[migrate.Order]]
 """A job, its record, and the orders to give it."""
 
 Progress = Callable[[str, float], float | None]
-"""From a line and what was done before to what is done now; None for other lines."""
+"""Reads a line: from the line and what was done before to what is done now. None for other lines."""
 
 PHASES = (Phase(keys_of(200), 2),)
 QUICK = (Phase(keys_of(50)),)
@@ -115,7 +116,7 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
 
 
 def done_by(counts: Counts, at: float) -> float:
-    """How much the neighbour had done at a moment, evenly between what it said before and after."""
+    """How much the neighbour had done at a moment, interpolated between its reports before and after."""
     if not counts or not counts[0][0] <= at <= counts[-1][0]:
         raise EngineError("the neighbour said nothing at the time asked for", remedy="Look at the contender's log.")
     index = min(bisect_right([when for when, _ in counts], at), len(counts) - 1)
@@ -124,13 +125,14 @@ def done_by(counts: Counts, at: float) -> float:
 
 
 def rate_in(counts: Counts, begin: float, end: float) -> float:
-    """What it did in a second, from ``begin`` to ``end``."""
+    """The neighbour's work in a second, from ``begin`` to ``end``."""
     return (done_by(counts, end) - done_by(counts, begin)) / (end - begin)
 
 
 def kept_in(counts: Counts, at: float, done: float, rested: float) -> Figures:
-    """The neighbour's throughput during a move, by that beside the steady job: before the order at ``at``, and in the
-    last seconds before ``rested``."""
+    """The neighbour's throughput during a move, by its throughput beside the steady job: before the order at ``at``,
+    and in the last seconds before ``rested``.
+    """
     before, after = rate_in(counts, at - BEFORE_S, at), rate_in(counts, rested - BEFORE_S, rested)
     usual = (before + after) / 2
     width = min(WORST_S, done - at)
@@ -156,7 +158,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def per_second(counts: Counts, begin: float, end: float) -> list[tuple[float, float]]:
-    """For the picture: its throughput in each second, by the average of all of them."""
+    """For the picture: the neighbour's throughput in each second, by the average of all seconds."""
     seconds = range(int(end - begin))
     values = [rate_in(counts, begin + s, begin + s + 1) for s in seconds]
     average = statistics.fmean(values) if values else 0.0
@@ -206,7 +208,9 @@ def pgbench_progress(line: str, before: float) -> float | None:
 
 
 def churn(path: str) -> None:
-    """The neighbour where there is no database: hash a block, write it, and now and then see that it is on the disk."""
+    """The neighbour where there is no database: hash a block, write it, and now and then make sure that it is on the
+    disk.
+    """
     block, rounds, said = bytes(BLOCK), 0, time.monotonic()
     with open(path, "wb") as file:
         while True:
@@ -224,7 +228,7 @@ def churn(path: str) -> None:
 
 @contextlib.contextmanager
 def neighbour(work: Path) -> Iterator[Neighbour]:
-    """Something at work until the end of the block."""
+    """The neighbour works until the end of the block."""
     with contextlib.ExitStack() as stack:
         programs = postgres_programs()
         found = stack.enter_context(pgbench(programs)) if programs else stack.enter_context(loop(work))
@@ -242,7 +246,7 @@ def loop(work: Path) -> Iterator[Neighbour]:
 
 
 def postgres_programs() -> dict[str, str]:
-    """Name -> path of what is needed, or nothing: also where it may not run, because nobody but root is here."""
+    """Name -> path of the programs that are needed. Empty if one is missing or only root is here."""
     places = [*os.environ.get("PATH", "").split(os.pathsep), *map(str, Path("/usr/lib/postgresql").glob("*/bin"))]
     search = os.pathsep.join(places)
     found = {name: shutil.which(name, path=search) for name in ("initdb", "postgres", "pgbench", "pg_isready")}
@@ -252,7 +256,7 @@ def postgres_programs() -> dict[str, str]:
 
 
 def _user() -> str | None:
-    """PostgreSQL refuses to run as root: then as its own user, if there is one."""
+    """PostgreSQL refuses to run as root. Then it runs as its own user, if there is one."""
     if os.geteuid() != 0:
         return None
     with contextlib.suppress(KeyError):
@@ -261,8 +265,8 @@ def _user() -> str | None:
 
 
 def main_memory(place: str = "/dev/shm") -> str | None:
-    """Where files lie in memory, if there is such a place with room. The neighbour of the paper is a database in main
-    memory, and a shared disk, which each transaction would wait for, swings more than what is to be measured.
+    """A directory whose files lie in memory, if there is one with room. The paper's neighbour is a database in main
+    memory. Each transaction would wait for a shared disk, which swings more than what is to be measured.
     """
     with contextlib.suppress(OSError):
         if os.path.ismount(place) and os.access(place, os.W_OK) and shutil.disk_usage(place).free >= PG_BYTES:
@@ -272,10 +276,10 @@ def main_memory(place: str = "/dev/shm") -> str | None:
 
 @contextlib.contextmanager
 def pgbench(programs: dict[str, str]) -> Iterator[Neighbour]:
-    """A database of its own in a directory that is gone afterwards, reached by a socket there."""
+    """A database of its own in a directory that is removed afterwards, reached by a socket there."""
     place = Path(tempfile.mkdtemp(prefix="penstock-pg-", dir=main_memory()))
     user = _user()
-    # In sessions of their own, as a neighbour is: Linux shares the cores between sessions first.
+    # They get a session of their own, as a neighbour has: Linux shares the cores between sessions first.
     as_user: dict[str, Any] = {"cwd": place, "text": True, "start_new_session": True}
     if user is not None:
         os.chown(place, pwd.getpwnam(user).pw_uid, pwd.getpwnam(user).pw_gid)
@@ -308,7 +312,7 @@ def pgbench(programs: dict[str, str]) -> Iterator[Neighbour]:
 
 
 def beside_neighbour(args: dict[str, Any], begin: Callable[[], Begun]) -> Iterator[Figures]:
-    """Start the neighbour, then the job; give the orders, and see what each cost the neighbour."""
+    """Start the neighbour, then the job. Give the orders, and measure what each order cost the neighbour."""
     with neighbour(Path(args["work"])) as other:
         first_s = time.monotonic()
         wait_for(lambda: time.monotonic() - first_s > BEFORE_S, BEFORE_S * 2)

@@ -1,15 +1,15 @@
-"""The load rises to four times what it was, and falls again: does the number of instances follow, and who notices?
+"""The load rises to four times its rate and falls again: does the number of instances follow, and what is the latency?
 
 After figure 17 of TimeStream: 10,000 events a second, 40,000 for a while, 10,000 again. Each event costs some Python
-work and a wait, as for an answer from somewhere else, so long that one instance spends a quarter of its time on it at
-first: at high water one instance would have no time left. (A wait, not a computation: four instances that compute all
-the time would need four cores, and this is about how a job is spread, not how a machine is shared.) A policy
+work and a wait, as for an answer from elsewhere. At first one instance spends a quarter of its time waiting, so at high
+water one instance would have no time left. (It is a wait and not a computation: four instances that compute all the
+time would need four cores. The benchmark is about how a job is spread, not how a machine is shared.) A policy
 (``safe-rate``) watches the job and rescales it; nobody else does. Beside it runs the same job with one instance and no
 policy.
 
 The latency of a file is the time from when it appeared until the output of all its rows was committed. Each file
-counts, also those that wait while the job is too small. The file is there at its time whatever the job does: a job that
-falls behind gets no less.
+counts, also the files that wait while the job is too small. A file is there at its time whatever the job does: a job
+that falls behind gets no less.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPERATOR = "scored"
 EXECUTORS = 4
 EXECUTOR_MB = 768
 ROWS_S = 10_000
-"""At low water, as in the paper."""
+"""Events a second at low water, as in the paper."""
 FACTOR = 4
 TICK_S = 0.25
 KEYS = 20_000
@@ -52,9 +52,9 @@ POOL_FILES = 40
 BUSY_LOW = 0.25
 """The share of its time that one instance waits for answers at low water."""
 WAIT_S_MIN = 0.002
-"""Waits of single events are too short to be kept: they are saved up."""
+"""Seconds that are saved up before a wait: the waits of single events are too short to be kept."""
 SPIKE_S = 30.0
-"""How long after a change of the load a spike counts as its doing."""
+"""Seconds after a change of the load in which a spike counts as its doing."""
 RUN_S_MAX = 1_200.0
 
 POLICY, FIXED = "penstock", "penstock_fixed"
@@ -144,8 +144,8 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
 
 
 def file_latencies(files: Sequence[File], outputs: Sequence[Output], rows: Mapping[int, int]) -> list[float]:
-    """In ms, one for each file, in their order. Files are read in order, so that a file is out with the epoch by which
-    as many rows are out as came up to its end.
+    """Latencies in ms, one for each file, in order. Files are read in order, so a file is out with the epoch by which
+    all rows up to the file's end are out.
     """
     done = list(accumulate(rows.get(epoch, 0) for _, epoch in outputs))
     due = accumulate(file.rows for file in files)
@@ -164,7 +164,7 @@ def part_rows(
     latencies: Sequence[float],
     instances: Sequence[tuple[float, int]],
 ) -> list[Row]:
-    """One row for low water, one for high, one for low water again."""
+    """One row for low water, one for high water, and one for low water again."""
     rows: list[Row] = []
     begins = dict(zip((LOW, HIGH, EBB), (0.0, *tide.turns_s), strict=True))
     ends = dict(zip((LOW, HIGH, EBB), (*tide.turns_s, tide.seconds), strict=True))
@@ -198,7 +198,7 @@ def _instances_at(instances: Sequence[tuple[float, int]], at_s: float) -> int:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
-    """How many instances where, the spikes, and what a job that does not follow would have made of it."""
+    """The instances at each load, the spikes, and the latency of the job that does not follow."""
     found: dict[str, float | None] = {}
     names = {LOW: "low", HIGH: "high", EBB: "low_again"}
     ours = {names[row["part"]]: row for row in rows if row["contender"] == POLICY}
@@ -219,7 +219,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
 def by_second(
     files: Sequence[File], latencies: Sequence[float], instances: Sequence[tuple[float, int]]
 ) -> dict[str, Any]:
-    """For the picture: what came in and the greatest latency in each second, and the instances where they change."""
+    """Series for the picture: input and greatest latency in each second, and the instances where they change."""
     came: Counter[int] = Counter()
     worst: dict[int, float] = {}
     for file, ms in zip(files, latencies, strict=True):
@@ -240,7 +240,7 @@ def by_second(
 
 
 def write_pool(pool: Path, *, rows_s: int = ROWS_S, files: int = POOL_FILES, keys: int = KEYS, seed: int = 7) -> None:
-    """``low-*`` and ``high-*``: files of a tick's rows, on random keys."""
+    """Write ``low-*`` and ``high-*``: files of a tick's rows, on random keys."""
     pool.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     for name, rows in ((LOW, int(rows_s * TICK_S)), (HIGH, int(rows_s * FACTOR * TICK_S))):
@@ -249,7 +249,7 @@ def write_pool(pool: Path, *, rows_s: int = ROWS_S, files: int = POOL_FILES, key
 
 
 def truth_of(pool: Path, fed: Mapping[str, int]) -> pl.DataFrame:
-    """Key, n, total after each file so many times."""
+    """Key, n and total after each file was fed the given number of times."""
     totals = (pl.len().cast(pl.Int64).alias(COUNT), pl.col("amount").sum().alias(SUM))
     parts = [
         pl.read_parquet(pool / name).group_by(KEY).agg(totals).with_columns(pl.col(COUNT) * times, pl.col(SUM) * times)
@@ -259,7 +259,7 @@ def truth_of(pool: Path, fed: Mapping[str, int]) -> pl.DataFrame:
 
 
 class TideFeeder(threading.Thread):
-    """A file in every tick, small at low water and large at high. It does not wait for anybody."""
+    """Puts a file in place in every tick, small at low water and large at high water. It waits for nobody."""
 
     def __init__(self, pool: Path, into: Path, tide: Tide) -> None:
         super().__init__(name="tide", daemon=True)
@@ -309,7 +309,7 @@ class Scored(ps.Operator):
 
 
 def waited(seconds: float, clock: Any = time.perf_counter, sleep: Any = time.sleep) -> float:
-    """Wait so long; how long it was."""
+    """Wait for ``seconds``, and say how long it was."""
     begin = clock()
     sleep(seconds)
     return float(clock() - begin)
@@ -343,7 +343,7 @@ def penstock(args: dict[str, Any], policy: Literal["safe-rate"] | None = "safe-r
     job = start(flow, engine="spark", config=config)
     wait_for(lambda: job.status().phase in ("running", "failed"), recovery.SETTLE_S_MAX, "the job runs")
     recorder = Recorder(job._runtime, OPERATOR)
-    # While processes start, everything looks busy: the policy watches from the first file on.
+    # While processes start, every stage looks busy. So the policy watches from the first file on.
     watching, job._runtime.policy = job._runtime.policy, None
     feeder = TideFeeder(Path(args["pool"]), place / "in", tide)
     warm_up(job, feeder)
@@ -369,7 +369,7 @@ def penstock(args: dict[str, Any], policy: Literal["safe-rate"] | None = "safe-r
 
 
 def warm_up(job: Any, feeder: TideFeeder, files: int = 8) -> None:
-    """Some files one by one, each when the one before is out: first epochs start processes, and are not the tide's."""
+    """Feed some files one by one, each when the one before is out. First epochs start processes, and do not count."""
     for number, path in enumerate(feeder.pools[LOW][:files]):
         rows = job.status().rows + feeder.sizes[LOW]
         os.link(path, feeder.into / f"000000-{number:02d}.parquet")

@@ -1,12 +1,12 @@
 """Cores of a node given to a job and taken away while it runs: slices re-mapped, against synchronous repartition.
 
-After figure 16 of ChronoStream: two nodes, two cores of each in use at first. One node's cores go from 2 to 3, to 1,
-and back to 2, under load, at several sizes of state. ``penstock`` deals the node's own slices out anew among its
+After figure 16 of ChronoStream: two nodes, with two cores of each in use at first. One node's cores go from 2 to 3, to
+1, and back to 2, under load, at several sizes of state. ``penstock`` deals the node's own slices out anew among its
 containers while everything runs. ``penstock_stop`` carries out the same orders in the same engine by synchronous
-repartition: finish what runs, take a checkpoint, deal out all slices, load.
+repartition: it finishes what runs, takes a checkpoint, deals out all slices, and loads.
 
-The delay of an order is that of the benchmark ``migrate``: the longest time without output from the order until the
-containers of the new schedule have given output and nothing is left to do.
+The delay of an order is defined as in the benchmark ``migrate``: the longest time without output from the order until
+the containers of the new schedule have given output and nothing is left to do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MODULE = "benchmarks.vertical"
 NODES, NODE_CORES = 2, 3
 EXECUTOR_MB = 1024
 AT_FIRST = 2
-"""Cores of each node in use."""
+"""Cores of each node in use at first."""
 ORDERS = ((2, 3), (3, 1), (1, 2))
-"""From and to so many cores of one node."""
+"""Orders: from and to this number of cores of one node."""
 
 PENSTOCK, STOP = "penstock", "penstock_stop"
 
@@ -81,12 +81,12 @@ def run(quick: bool, out: Path | None) -> dict[str, Any]:
 
 
 def gaps(outputs: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-    """For each output but the first: when, and how long after the one before."""
+    """For each output but the first: its time, and the time since the output before."""
     return [(b[0], round(b[0] - a[0], 3)) for a, b in pairwise(outputs)]
 
 
 def rates(outputs: Sequence[Sequence[float]], width_s: float = 1.0) -> list[tuple[float, float]]:
-    """Rows a second in each second, those without output too."""
+    """Rows a second in each second, with 0 for a second without output."""
     if not outputs:
         return []
     first, last = int(outputs[0][0] // width_s), int(outputs[-1][0] // width_s)
@@ -97,7 +97,7 @@ def rates(outputs: Sequence[Sequence[float]], width_s: float = 1.0) -> list[tupl
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
-    """By size the median over the orders; by order the median over the sizes."""
+    """By size the median over the orders, by order the median over the sizes."""
     ours, stop = (migrate._by_size(rows, name) for name in (PENSTOCK, STOP))
     found: dict[str, float | None] = {}
     for name, by_size in (("", ours), ("stop_", stop)):
@@ -128,7 +128,7 @@ def order_name(before: int, after: int) -> str:
 
 
 def begin(args: dict[str, Any], stop_and_copy: bool) -> tuple[Any, migrate.Recorder, list[migrate.Order]]:
-    """The job, its record, and the orders to give it."""
+    """A job, its record, and the orders to give it."""
     job, recorder = migrate.start_totals(
         args,
         master=f"local-cluster[{NODES},{NODE_CORES},{EXECUTOR_MB}]",

@@ -1,18 +1,17 @@
 """The 100 most frequent words of the last 10 seconds, every 2: Penstock against Structured Streaming.
 
-Everyone reads the same Parquet files of (ts, word), one file a batch. Event time goes forward by the hop with every
-batch, so that each closes one window, of five batches; rows come up to 0.9 s out of order, with a second of lateness,
-so that none is late for anybody. Every window is given once, complete, its 100 words ranked, and written to Parquet
-exactly once.
+All contenders read the same Parquet files of (ts, word), one file a batch. With every batch event time goes forward by
+the hop, so each batch closes one window, of five batches. Rows come up to 0.9 s out of order, and lateness is a second,
+so no row is late. Every window comes once, complete, with its 100 words ranked, and is written to Parquet exactly once.
 
 **The peer does what its users do.** Structured Streaming cannot rank the result of an aggregation within one query, so
-the ranking is done in ``foreachBatch``: in append mode a window comes whole, in the batch after its watermark has
-passed. Its optimiser takes the 100 best of each partition before the exchange, as ours does. The batch's directory is
-overwritten, which makes the output exactly once. It closes a window one batch later than Penstock, since its watermark
-moves between batches.
+``foreachBatch`` does the ranking. In append mode a window comes whole, in the batch after its watermark has passed.
+Spark's optimiser takes the 100 best words of each partition before the exchange, as Penstock does. The directory of a
+batch is overwritten, which makes the output exactly once. Structured Streaming closes a window one batch later than
+Penstock, because its watermark moves between batches.
 
-**Ties** are decided by the word, for everyone. DuckDB ranks the whole input in one query, and every window of every
-contender must be the same.
+**Ties** are decided by the word, for all contenders. DuckDB ranks the whole input in one query, and every window of
+every contender must be the same.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ BATCH_WORDS = 500_000
 SIZE_S, EVERY_S, LATENESS_S, DISORDER_S = 10, 2, 1.0, 0.9
 K = 100
 BEGIN_US = 1_767_225_600_000_000
-"""2026-01-01, a multiple of the hop: window ends and batch ends fall together."""
+"""2026-01-01 is a multiple of the hop, so ends of windows and ends of batches fall together."""
 FILL = SIZE_S // EVERY_S + 1
 """Batches until windows open and close at a constant rate. They are never measured."""
 COLUMNS = ["end_us", "rank", "word", "n"]
@@ -70,7 +69,7 @@ def warm_up(batches: int) -> int:
 
 
 def measure(place: Path, batch_words: int, batches: int, rounds: int) -> list[Row]:
-    """All rounds, over one input."""
+    """Run all rounds over one input."""
     write_events(place / "in", batches, batch_words)
     truth = true_windows(place / "in")
     work = place / "work"
@@ -99,23 +98,25 @@ def ratios(rows: list[Row]) -> dict[str, float | None]:
 
 
 def write_events(folder: Path, files: int, rows_each: int, *, seed: int = 2) -> None:
-    """Parquet files of (ts, word): evenly spread over the hop, then each up to ``DISORDER_S`` earlier than its turn."""
+    """Write Parquet files of (ts, word). Rows are evenly spread over the hop, then each is up to ``DISORDER_S``
+    earlier.
+    """
     folder.mkdir(parents=True)
     common.note(f"writing {files} files of {rows_each:,} words with their times")
     for number in range(files):
         rng = np.random.default_rng([seed, number])
         turn = BEGIN_US + number * EVERY_S * 1_000_000 + np.arange(rows_each) * (EVERY_S * 1_000_000) // rows_each
         ts = turn - rng.integers(0, int(DISORDER_S * 1_000_000), rows_each)
-        ts[-1] = turn[-1]  # how far time has come by the end of a file is no matter of luck
+        ts[-1] = turn[-1]  # so the time at the end of a file does not depend on luck
         times = pl.Series("ts", ts, dtype=pl.Int64).cast(pl.Datetime("us", "UTC"))
         common.write_batch(pl.DataFrame([times, common.zipf_words(rows_each, rng)]), folder, number)
 
 
 def closed_until(batches: int) -> int:
-    """The end of the last window that everybody has given by the end of the input, in microseconds.
+    """The end of the last window that all contenders have given by the end of the input, in microseconds.
 
-    The last event is a moment before the end of the last batch's hop; a second of lateness before that is where the
-    watermark stands.
+    The last event comes a moment before the end of the last batch's hop. The watermark is a second of lateness before
+    that.
     """
     last = BEGIN_US + batches * EVERY_S * 1_000_000 - int(LATENESS_S * 1_000_000) - 1
     return last // (EVERY_S * 1_000_000) * (EVERY_S * 1_000_000)
@@ -148,7 +149,7 @@ def as_windows(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def check_windows(found: pl.DataFrame, truth: pl.DataFrame, until_us: int, contender: str) -> None:
-    """Every closed window must be there, and every window that is there must be right, each word at its rank."""
+    """Check that every closed window is there, and that every window has the right words at the right ranks."""
     have = as_windows(found)
     ends = set(have["end_us"].to_list())
     due = truth.filter((pl.col("end_us") <= until_us) | pl.col("end_us").is_in(sorted(ends)))

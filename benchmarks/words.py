@@ -1,9 +1,10 @@
 """A running count of words: Penstock against Structured Streaming with both of its state stores.
 
-Everyone reads the same Parquet files, one file a batch, keeps 300,000 keys of state, checkpoints, throws the updates
-away, and has two cores and the same driver memory. Structured Streaming is set up as a user who knows it would: two
-shuffle partitions for two cores, files cut so that both cores read, update mode, no UI. It makes its state durable with
-every batch; Penstock every two seconds, in the background, and repeats the epochs since then after a failure.
+All contenders read the same Parquet files, one file a batch. They keep 300,000 keys of state, take checkpoints and
+throw the updates away, with two cores and the same driver memory. Structured Streaming is set up as a user who knows it
+would do: two shuffle partitions for two cores, files cut so that both cores read, update mode, no UI. It makes its
+state durable with every batch. Penstock does so every two seconds, in the background, and repeats the epochs since then
+after a failure.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def measure(place: Path, batch_words: int, batches: int, rounds: int) -> list[Ro
 def checked_run(
     module: str, contender: str, place: Path, batch_words: int, batches: int, truth: pl.DataFrame
 ) -> Figures:
-    """One contender over the files in ``place / "in"``, its final counts verified. Leaves nothing behind."""
+    """Run one contender over the files in ``place / "in"``, and verify its final counts. Nothing is left behind."""
     work = place / "work"
     args = {"input": str(place / "in"), "batch_words": batch_words, "batches": batches, "work": str(work)}
     figures = common.run_contender(module, contender, args, work)
@@ -86,7 +87,7 @@ def ratios(rows: list[Row]) -> dict[str, float | None]:
 
 
 def penstock(args: dict[str, Any]) -> Iterator[Figures]:
-    """Also run by other benchmarks, with other ``settings``."""
+    """Run the word count with Penstock. Other benchmarks run it with other ``settings``."""
     import penstock as ps
 
     flow = ps.Flow("words")
@@ -98,7 +99,7 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
 
 
 def final_counts(checkpoint: Path) -> pl.DataFrame:
-    """Word and n in the newest checkpoint."""
+    """The words and counts in the newest checkpoint."""
     state = common.checkpoint_state(checkpoint, OPERATOR, ["word"])
     (value,) = set(state.columns) - {"word"}
     return state.select("word", n=pl.col(value).cast(pl.Int64))
@@ -123,7 +124,7 @@ def _structured(args: dict[str, Any], settings: dict[str, str]) -> Iterator[Figu
 
 
 def polars_bare(args: dict[str, Any]) -> Iterator[Figures]:
-    """What the counting alone costs: two threads, no engine, no exchange, no checkpoint."""
+    """The cost of the counting alone: two threads, no engine, no exchange, no checkpoint."""
     import time
 
     counts = pl.DataFrame(schema={"word": pl.String(), "n": pl.Int64()})

@@ -3,9 +3,9 @@
     python examples/audience_insight.py
     penstock run examples/audience_insight.py --checkpoint state/audience-insight
 
-Players report every minute which channel they show and for how many seconds the picture stood still. Which programme
-that was is in a table that changes: a channel has one programme until the next begins. Each report meets the row of the
-table that was valid at its own time, even if it comes when the next programme is already on.
+Players report every minute which channel they show and for how many seconds the picture stood still. A table that
+changes says which programme a channel shows: each programme lasts until the next one begins. A report meets the row of
+the table that was valid at the report's own time, even if the next programme is on when the report comes.
 """
 
 from datetime import datetime
@@ -38,7 +38,7 @@ audience.sink("audience-out", ps.parquet(AUDIENCE))
 
 stays = (
     reports.key_by("viewer", "programme")
-    .window(ps.session("2m", on="at"))  # who says nothing for two minutes has left
+    .window(ps.session("2m", on="at"))  # a viewer who says nothing for two minutes has left
     .aggregate("sessions", reports=ps.count(), stalled_s=ps.sum("stalled_s"))
     .key_by("programme")
     .aggregate("stays", sessions=ps.count(), minutes=ps.mean("reports"), stalled_s=ps.sum("stalled_s"))

@@ -3,9 +3,9 @@
     python examples/card_fraud.py
     penstock run examples/card_fraud.py --checkpoint state/card-fraud
 
-Two of the three are things that one can see when an event comes. The third is that one does *not* come: the operator
-sets a timer for a quarter of an hour after an order, in the time of the data, and takes it back when the confirmation
-is there. Like all state, a timer survives failures and moves with its key.
+Two of the three kinds of fraud show when an event comes. The third shows when an event does *not* come. After an order
+the operator sets a timer for a quarter of an hour, in the time of the data, and cancels it when the confirmation comes.
+Like all state, a timer survives failures and moves with its key.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Place:
 
 
 def distance_km(a: Place, b: Place) -> float:
-    """Along the surface of the earth."""
+    """The distance along the surface of the earth."""
     dlat, dlon = radians(b.lat - a.lat), radians(b.lon - a.lon)
     h = sin(dlat / 2) ** 2 + cos(radians(a.lat)) * cos(radians(b.lat)) * sin(dlon / 2) ** 2
     return 2 * 6371 * asin(sqrt(h))

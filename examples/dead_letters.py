@@ -1,11 +1,11 @@
-"""Dead letters: an input with malformed rows, and where they go.
+"""Dead letters: malformed rows of an input go to a sink of their own.
 
     python examples/dead_letters.py
     penstock run examples/dead_letters.py --checkpoint state/dead-letters
 
-A record that does not fit the schema, or for which a function on rows raises, does not stop the job and is not lost:
-it goes to the dead-letter sink with its place, the reason and its text. With ``ps.Flow(..., on_error="fail")`` the
-first such record would end the job instead, and be shown.
+A record may not fit the schema, or a function on rows may raise for it. Such a record does not stop the job and is not
+lost: it goes to the dead-letter sink with its place, the reason and its text. With ``ps.Flow(..., on_error="fail")``
+the first such record ends the job, and the error shows it.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ OUT, REJECTED = "out/paid", "out/rejected"
 
 
 def cents(order: dict[str, Any]) -> dict[str, Any] | None:
-    """A function on a row: gives a row, or None to drop it. What it raises makes the row a dead letter."""
+    """Turn a row into another, or into None to drop it. A row for which this raises becomes a dead letter."""
     if not order["amount"]:
         raise ValueError("an order of nothing")
     return {"customer": order["customer"], "cents": round(order["amount"] * 100)} if order["paid"] else None

@@ -1,10 +1,10 @@
-"""Gaps: a custom operator with state. Which sensors were silent for more than 30 seconds, and how often so far?
+"""Gaps: a custom operator tells which sensors were silent for more than 30 seconds, and how often so far.
 
     python examples/gaps.py
     penstock run examples/gaps.py --checkpoint state/gaps
 
-The operator is plain Python, called for each event of a key in the order of the source. What it keeps for a key is an
-ordinary dataclass; Penstock stores, checkpoints and moves it.
+The operator is plain Python. Penstock calls it for each event of a key, in the order of the source. The state of a key
+is an ordinary dataclass, which Penstock stores, checkpoints and moves.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,11 @@
-"""Network monitoring: slow links, port scans and heavy talkers, from the records of a network's switches.
+"""Network monitoring: the records of a network's switches show slow links, port scans and heavy talkers.
 
     python examples/network_monitoring.py
     penstock run examples/network_monitoring.py --checkpoint state/network-monitoring
 
-The mean latency between every two machines, of every 10 seconds; and for every sender what it did in the last 30
-seconds: bytes, and how many different ports it tried. Records that come when their windows are closed are not in
-these numbers. They are not lost either: they come out of a side of their own.
+One branch gives the mean latency between every two machines for every 10 seconds. Another gives for every sender the
+bytes of the last 30 seconds and the number of different ports that it tried. A record that comes when its windows are
+closed is not in these numbers. Such records come out as a stream of their own.
 """
 
 from datetime import datetime

@@ -1,11 +1,11 @@
-"""Sentiment change: topics of which the mood has turned, and the words that say why.
+"""Sentiment change: topics whose mood has turned, and the words that say why.
 
     python examples/sentiment_change.py
     penstock run examples/sentiment_change.py --checkpoint state/sentiment-change
 
-Tweets go two ways. One gives the mean mood of every topic and half hour, and keeps the half hours that differ much from
-the one before. The other counts the words of every topic and half hour, and keeps those that have become more frequent.
-Joined by topic and time, the words tell what the change may be about.
+Tweets go two ways. One way gives the mean mood of every topic and half hour. It keeps the half hours whose mood differs
+much from the half hour before. The other way counts the words of every topic and half hour, and keeps the words that
+have become more frequent. A join by topic and time then gives the words that may explain the change.
 """
 
 from datetime import datetime, timedelta
@@ -26,7 +26,7 @@ STOPWORDS = {"the", "a", "of", "on", "in", "to", "and", "for", "with", "was", "i
 
 
 def read(tweets: pl.DataFrame) -> pl.DataFrame:
-    """The words of each tweet, and its mood: the sum of what its words are worth."""
+    """Give the words of each tweet, and its mood: the sum of the scores of its words."""
     words = pl.col("text").str.to_lowercase().str.extract_all(r"[a-z']+")
     worth = pl.element().replace_strict(LEXICON, default=0.0, return_dtype=pl.Float64)
     return tweets.select("created", "topic", words=words).with_columns(mood=pl.col("words").list.eval(worth).list.sum())
@@ -57,7 +57,7 @@ delta = (
     .window(half_hours)
     .aggregate("counts", n=ps.count())
     .key_by("topic", "word")
-    .window(ps.last_rows(2, partial=True))  # partial: a new word counts, too
+    .window(ps.last_rows(2, partial=True))  # with partial=True a new word counts, too
     .aggregate(
         "two-counts", n=ps.last("n"), was=ps.first("n"), start=ps.last("window_start"), since=ps.first("window_start")
     )

@@ -1,11 +1,11 @@
-"""Top URLs: the most clicked and the number of different URLs of the last 30 seconds, every 2 seconds, without bots.
+"""Top URLs: every 2 seconds the most clicked URLs and the number of different URLs of the last 30 s, without bots.
 
     python examples/top_urls.py
     penstock run examples/top_urls.py --checkpoint state/top-urls
 
-Clicks that look like those of bots are taken out by a list of patterns. What remains goes two ways: counted by URL and
-ranked; and counted as different URLs, first of each site, then of all sites. A URL is in one site only, so the sum is
-exact, and no container has to see every click.
+A list of patterns takes out the clicks of bots. The other clicks go two ways. One way counts the clicks of each URL and
+ranks the URLs. The other way counts the different URLs of each site and adds up the sites. A URL belongs to one site
+only, so the sum is exact, and no container has to see every click.
 """
 
 from datetime import datetime, timedelta
@@ -24,7 +24,7 @@ START = datetime(2026, 3, 2, 12, 0)
 
 
 def clicks(first: int, n: int, rng: np.random.Generator) -> pl.DataFrame:
-    """Invented clicks, ten a second: few pages get most of them, one in ten is a bot's."""
+    """Invent ten clicks a second. Few pages get most of the clicks, and one click in ten comes from a bot."""
     urls = [f"{site}/{page}" for page in PAGES for site in SITES]
     bots = [f"{site}/{page}" for page in STRANGE for site in SITES] + [f"crawl{i}.example/" for i in range(3)]
     people = (rng.random(n) ** 2 * len(urls)).astype(int)
@@ -51,7 +51,7 @@ distinct = (
     .aggregate("distinct", urls=ps.distinct("url"))
     .select("sites", "site", "urls", at="window_start", window=pl.lit("30s"))
     .key_by("window")
-    .window(ps.tumbling("2s", on="at"))  # of window starts: each falls into one
+    .window(ps.tumbling("2s", on="at"))  # each start of a window falls into one of these
     .aggregate("sum", urls=ps.sum("urls"), sites=ps.count())
 )
 distinct.sink("distinct-out", ps.parquet(OUT_DISTINCT))

@@ -3,9 +3,9 @@
     python examples/top_words.py
     penstock run examples/top_words.py --checkpoint state/top-words
 
-Time here is the time in the data, not that of the clock on the wall. A line may come up to 5 seconds later than a newer
-one and still be counted; the example's input has one that does, and one that comes far too late and is dropped, and
-counted as late.
+Time is the time in the data, not the time of the clock on the wall. A line counts even if it comes up to 5 seconds
+later than a newer line. The input has one line that comes late and counts. It has another one that comes far too late:
+Penstock drops this line and counts it as late.
 """
 
 from datetime import datetime
@@ -20,7 +20,7 @@ OUT = "out/top-words"
 
 
 def split(lines: pl.DataFrame) -> pl.DataFrame:
-    """A batch of lines in, a batch of words out; each word keeps the time of its line."""
+    """Turn a batch of lines into a batch of words. Each word keeps the time of its line."""
     return lines.select("ts", word=pl.col("line").str.split(" ")).explode("word")
 
 

@@ -3,8 +3,9 @@
     python examples/trending_hashtags.py
     penstock run examples/trending_hashtags.py --checkpoint state/trending-hashtags
 
-Two keyed stages, one after the other: counts by region and hashtag, then a ranking by region. A tag that is used
-in one region only is counted and ranked there; where the containers of both stages lie decides how far it travels.
+The flow has two keyed stages. The first counts by region and hashtag, and the second ranks the hashtags of each region.
+A count travels from a container of the first stage to one of the second. How far it travels depends on the machines on
+which the two containers live.
 """
 
 from datetime import datetime
@@ -19,7 +20,7 @@ OUT = "out/trending-hashtags"
 
 
 def hashtags(tweets: pl.DataFrame) -> pl.DataFrame:
-    """A batch of tweets in, a batch of their hashtags out; tweets from nowhere, or without a hashtag, drop out."""
+    """Turn a batch of tweets into a batch of their hashtags. Tweets without a region or a hashtag drop out."""
     tags = pl.col("text").str.to_lowercase().str.extract_all(r"#\w+")
     return tweets.select("created", region="timezone", tag=tags).explode("tag").drop_nulls()
 

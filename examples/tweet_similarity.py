@@ -3,8 +3,8 @@
     python examples/tweet_similarity.py
     penstock run examples/tweet_similarity.py --checkpoint state/tweet-similarity
 
-Similar are tweets that share many words. The operator keeps a window of the tweets of each place and goes through all
-of it for each new one: the more tweets a place has, the more work one of them is.
+Tweets are similar if they share many words. The operator keeps a window of the tweets of each place, and compares each
+new tweet with the whole window. So a tweet costs more work where a place has more tweets.
 """
 
 import re
@@ -21,7 +21,7 @@ OUT = "out/tweet-similarity"
 
 
 def vocabulary(text: str) -> set[str]:
-    """The words of a tweet: those of four letters and more say what it is about."""
+    """Give the words of a tweet that have four letters or more: these say what the tweet is about."""
     return set(re.findall(r"[a-z]{4,}", text.lower()))
 
 

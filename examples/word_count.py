@@ -3,9 +3,9 @@
     python examples/word_count.py
     penstock run examples/word_count.py --checkpoint state/word-count
 
-A running aggregate never ends: every epoch gives the new count of each word that came in it. The last row of a word
-is its count now. Running the example a second time resumes from its checkpoint, finds nothing new to read, and shows
-the same.
+A running aggregate never ends. Every epoch gives the new count of each word that came in the epoch. The last row of a
+word is its count now. A second run of the example resumes from the checkpoint, finds nothing new to read, and shows the
+same counts.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ OUT = "out/word-count"
 
 
 def split(lines: pl.DataFrame) -> pl.DataFrame:
-    """A batch of lines in, a batch of words out."""
+    """Turn a batch of lines into a batch of words."""
     return lines.select(word=pl.col("line").str.split(" ")).explode("word")
 
 

@@ -1,10 +1,10 @@
-"""Word frequencies: streaming MapReduce. How often has each word come so far, in 15 minutes, in an hour, in 12 hours?
+"""Word frequencies by streaming MapReduce: how often each word came so far, in 15 minutes, in an hour and in 12 hours.
 
     python examples/word_frequencies.py
     penstock run examples/word_frequencies.py --checkpoint state/word-frequencies
 
-``map`` is called for each line and emits pairs of key and value; ``reduce`` is called for each pair, with what it has
-kept of the key. Unlike in a batch it does not wait for the last line: it says after every word what the counts are now.
+Penstock calls ``map`` for each line, which emits pairs of key and value. It calls ``reduce`` for each pair, with the
+state of the key. A batch job would wait for the last line; this flow gives the new counts after every word.
 """
 
 from datetime import datetime

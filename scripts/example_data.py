@@ -139,7 +139,7 @@ PROGRAMMES = [
 
 
 def viewers() -> None:
-    """Half an hour of players that report every minute: which channel, how many seconds of it they stood still."""
+    """Half an hour of players that report every minute their channel and how long the picture stood still."""
     rng = random.Random(5)
     write(
         DATA / "programmes.csv",

@@ -2,9 +2,8 @@
 
     python scripts/explain_examples.py
 
-What a page says about a flow is what the flow says about itself, through ``flow.explain()``: the page cannot say what
-is no longer so, and a test compares it with the examples. Paths are given from the root of the project, so that the
-page is the same whoever writes it.
+The page shows what each flow says about itself through ``flow.explain()``, so it cannot be out of date: a test compares
+it with the examples. Paths start at the root of the project, so that the page is the same on every machine.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ DRAWINGS = Path("docs/img/flows")
 HEAD = """\
 # Examples
 
-Each is one file in [examples/](../examples), with its data in `examples/data/` and the output it must give beside it.
-All of them run with `python examples/NAME.py`, or with `penstock run examples/NAME.py`, which shows the job at work;
-the results are in `out/`, and a second run resumes from `state/`. The data of the applications is invented, by
-`scripts/example_data.py`.
+Each example is one file in [examples/](../examples). Its data is in `examples/data/`, and the output that it must give
+is in a file beside it. `python examples/NAME.py` runs an example, and so does `penstock run examples/NAME.py`, which
+shows the job at work. The results are in `out/`, and a second run resumes from `state/`. `scripts/example_data.py`
+invents the data of the applications.
 
-What follows is what each flow says about itself: `flow.explain()`, and `flow.explain("svg")`. A stage is what runs
-without an exchange; a keyed stage is divided among containers by its key. Both are written by
-`scripts/explain_examples.py`.
+Each section shows what a flow says about itself: `flow.explain()` and `flow.explain("svg")`. A stage is a part of the
+flow that runs without an exchange. The key of a keyed stage divides its rows among containers.
+`scripts/explain_examples.py` writes this page.
 """
 ORDER = (
     ("Beginnings", ("word_count", "top_words", "gaps", "dead_letters")),
@@ -63,7 +62,7 @@ def load(path: Path) -> ModuleType:
 def from_the_root(flow: ps.Flow) -> ps.Flow:
     """The flow, with sources and sinks that name their files from the project's root.
 
-    Afterwards would be too late: a drawing cuts long lines, and how long a path is depends on the machine.
+    This happens before the flow is drawn: a drawing cuts long lines, and the length of a path depends on the machine.
     """
     for node in flow.graph().nodes:
         part = node.source or node.sink

@@ -1,11 +1,11 @@
 """The command ``penstock``.
 
-The command is a thin layer: it reads flags into a ``Config``, finds the flow, starts a job, and watches it. What it
-adds is manners. The first Ctrl-C ends a job in good order and says how to resume it, the second ends it at once; errors
-are one paragraph and a remedy, never a traceback unless ``-v`` asks for it; ``--json`` puts JSON on standard output and
+The command is a thin layer: it reads flags into a ``Config``, finds the flow, starts a job, and watches it. It adds
+three things. The first Ctrl-C ends a job in good order and says how to resume it, and the second ends it at once. An
+error is one paragraph and a remedy, and a traceback only with ``-v``. ``--json`` puts JSON on standard output and
 nothing else, whatever Spark, Java or a user's function prints.
 
-Polars, PySpark and matplotlib are imported within the functions that need them, so that ``--help`` answers at once.
+The functions that need polars, PySpark or matplotlib import them, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -71,14 +71,18 @@ def main() -> None:
 @app.command()
 def run(
     target: str = typer.Argument(
-        ..., metavar="FLOW.py[:NAME]", help="The file that builds the flow, and which one if several."
+        ..., metavar="FLOW.py[:NAME]", help="The file that builds the flow; NAME chooses one of several flows."
     ),
     master: str | None = typer.Option(None, help="Where Spark runs, such as local[2] or spark://host:7077."),
-    checkpoint: str | None = typer.Option(None, metavar="DIR", help="Keeps state here; a later run with it resumes."),
-    slices: int | None = typer.Option(None, help="Shares of each stage's keys; fixed for the life of a checkpoint."),
+    checkpoint: str | None = typer.Option(
+        None, metavar="DIR", help="Where state is kept; a later run with the same DIR resumes."
+    ),
+    slices: int | None = typer.Option(
+        None, help="Shares of each stage's keys; a checkpoint's first run fixes the number."
+    ),
     instances: int | None = typer.Option(None, help="Containers of each stage at the start (default: all cores)."),
     config_file: Path | None = typer.Option(
-        None, "--config", metavar="FILE", help="Settings in TOML (default: penstock.toml if there)."
+        None, "--config", metavar="FILE", help="A TOML file with settings (default: penstock.toml, if it is there)."
     ),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Any other setting; may be repeated."),
     engine: Engine = typer.Option(Engine.spark, help="spark, or local: one process without Spark."),
@@ -87,7 +91,7 @@ def run(
     plain: bool = typer.Option(False, "--plain", help="Status as plain lines, even in a terminal."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
 ) -> None:
-    """Run a flow until its sources end, or until Ctrl-C: that finishes the epoch and checkpoints."""
+    """Run a flow until its sources end, or until Ctrl-C, which finishes the epoch and takes a checkpoint."""
     with _manners(verbose):
         from penstock.config import Config, parse_assignments
 
@@ -117,10 +121,10 @@ def run(
 @app.command()
 def explain(
     target: str = typer.Argument(..., metavar="FLOW.py[:NAME]", help="The file that builds the flow."),
-    svg: Path | None = typer.Option(None, metavar="FILE", help="Draw it into this file instead ('-': to the output)."),
+    svg: Path | None = typer.Option(None, metavar="FILE", help="Draw the flow into this file ('-': standard output)."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
 ) -> None:
-    """Show what a flow will run as: operators, stages, exchanges, schemas. Nothing is run."""
+    """Show a flow's operators, stages, exchanges and schemas. Nothing is run."""
     with _manners(verbose):
         flow = load_flow(target)
         if svg is None:
@@ -139,19 +143,19 @@ def explain(
 
 @app.command()
 def simulate(
-    seeds: int = typer.Option(1000, min=1, help="How many seeds."),
-    seed: int | None = typer.Option(None, min=0, help="Just this one: it replays exactly."),
-    first: int = typer.Option(0, "--from", min=0, metavar="SEED", help="The first of them."),
-    jobs: int = typer.Option(1, min=1, help="How many processes share them."),
+    seeds: int = typer.Option(1000, min=1, help="Number of seeds."),
+    seed: int | None = typer.Option(None, min=0, help="Run only this seed, which replays exactly."),
+    first: int = typer.Option(0, "--from", min=0, metavar="SEED", help="The first seed."),
+    jobs: int = typer.Option(1, min=1, help="Number of processes that share the seeds."),
     storm: bool = typer.Option(
-        False, "--storm", help="200 orders to each job: rescales, moves, cancellations, with nodes killed in between."
+        False, "--storm", help="Give each job 200 orders (rescales, moves, cancellations), and kill nodes in between."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show whole stories, and tracebacks of errors."),
 ) -> None:
-    """Run jobs in virtual time under faults drawn from seeds, and check that none of it shows in the results."""
+    """Run jobs in virtual time under faults that seeds draw, and check that no fault shows in the results."""
     with _manners(verbose):
-        os.environ.setdefault("POLARS_MAX_THREADS", "1")  # frames of a few rows: a second thread only costs
+        os.environ.setdefault("POLARS_MAX_THREADS", "1")  # frames have a few rows, and a second thread would only cost
         from penstock.engines.sim.simulate import Campaign, show_campaign
 
         with _standard_output(as_json) as write:
@@ -175,6 +179,7 @@ def simulate(
 
 
 def resume_hint(argv: Sequence[str], checkpoint: str | None) -> str:
+    """What to tell a user who stopped a job: the command that resumes it, or that there is no checkpoint."""
     if checkpoint is None:
         return "There was no checkpoint directory, so the next run begins anew; with --checkpoint DIR it would resume."
     return "Resume with: " + shlex.join(["penstock", *argv[1:]])
@@ -183,7 +188,7 @@ def resume_hint(argv: Sequence[str], checkpoint: str | None) -> str:
 def supervise(
     begin: Callable[[], Any], *, as_json: bool, plain: bool, resume: str, write: Callable[[str], None] | None = None
 ) -> None:
-    """Starts a job, watches it to its end, and turns signals into an orderly stop."""
+    """Start a job, watch it to its end, and turn signals into an orderly stop."""
     from penstock.observe.live import await_start, duration_text, quiet_start, short, view_for, watch
 
     console = Console()
@@ -191,7 +196,7 @@ def supervise(
     view = view_for(console, plain=plain, as_json=as_json)
 
     def tell() -> None:
-        # The live view's own console sets the line above the frame; any other would write into it.
+        # The live view's own console sets the line above the frame. Another console would write into the frame.
         where = console if view == "live" else notes
         where.print("Stopping after this epoch. Ctrl-C again stops at once.", highlight=False)
 
@@ -200,14 +205,14 @@ def supervise(
             job = begin()
             if view == "live":
                 await_start(job)
-        # While PySpark starts it puts a handler of its own for Ctrl-C in place, which would cancel the running epoch.
+        # When PySpark starts it installs its own handler for Ctrl-C, which would cancel the running epoch.
         signals.attach(job, tell)
         try:
             watch(job, view, console, write=write)
         except (PenstockError, KeyboardInterrupt):
             raise
         except BaseException:
-            # The view broke (its reader has gone, say), not the job: that ends in good order.
+            # The view broke, for example because its reader has gone. The job is sound and ends in good order.
             job.stop()
             raise
         signals.join()
@@ -227,9 +232,9 @@ def supervise(
 class _Signals:
     """Ctrl-C and SIGTERM while a job runs.
 
-    Before there is a job there is nothing to save: the first signal ends the command. With a job, the first one asks it
-    to stop, on a thread of its own since that waits for the epoch, while the view goes on in this one. A second raises
-    KeyboardInterrupt here, whatever the job is doing.
+    Before there is a job there is nothing to save, and the first signal ends the command. While a job runs, the first
+    signal asks it to stop. A thread of its own waits for the epoch, and the view goes on in this thread. A second
+    signal raises KeyboardInterrupt here, whatever the job is doing.
     """
 
     def __init__(self) -> None:
@@ -252,7 +257,7 @@ class _Signals:
         self._install()
 
     def join(self) -> None:
-        """Waits for ``stop`` to return: the job may have ended, and still be tidying up on that thread."""
+        """Wait until ``stop`` returns. The job may have ended while its thread still tidies up."""
         if self._stopper is not None:
             self._stopper.join()
 
@@ -265,24 +270,24 @@ class _Signals:
         self.asked += 1
         if self._job is None or self.asked > 1:
             raise KeyboardInterrupt
-        # A daemon: when the second signal ends the command, nothing may hold it.
+        # The thread is a daemon: nothing may hold the command when the second signal ends it.
         self._stopper = threading.Thread(target=self._stop, name="penstock-stop", daemon=True)
         self._stopper.start()
 
     def _stop(self) -> None:
         self._tell()
-        # What goes wrong in stopping is the job's failure, and ``wait`` raises that to the one who watches.
+        # An error while stopping is the job's failure. ``wait`` raises it to whoever watches the job.
         with contextlib.suppress(Exception):
             self._job.stop()
 
 
 # --- a running job, from another process ---------------------------------------------------------------------------
 
-_JOB_HELP = "Its name, its id, its process number or its checkpoint directory."
+_JOB_HELP = "The job's name, id, process number or checkpoint directory."
 
 
 def _examples(*lines: str) -> str:
-    """Examples below a command's help. Only an empty line keeps two of them apart there."""
+    """The examples below a command's help. Only an empty line keeps two examples apart there."""
     return "Examples:\n\n" + "\n\n".join(lines)
 
 
@@ -295,17 +300,19 @@ def _remote(job: str) -> Any:
 
 @app.command(epilog=_examples("penstock status", "penstock status top-words --watch", "penstock status state/ --json"))
 def status(
-    job: str | None = typer.Argument(None, metavar="[JOB]", help=_JOB_HELP + " Without one: lists all."),
+    job: str | None = typer.Argument(None, metavar="[JOB]", help=_JOB_HELP + " Without JOB: all jobs."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON; with --watch one line a second."),
-    watching: bool = typer.Option(False, "--watch", help="Follow the job until it ends; Ctrl-C ends the watching."),
+    watching: bool = typer.Option(
+        False, "--watch", help="Follow the job until it ends; Ctrl-C ends the watching, not the job."
+    ),
     plain: bool = typer.Option(False, "--plain", help="With --watch: plain lines, even in a terminal."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
 ) -> None:
-    """Show what a running job does: phase, epoch, rates, checkpoint, nodes, moves. Asks; changes nothing."""
+    """Show a running job's phase, epoch, rates, checkpoint, nodes and moves. Nothing is changed."""
     with _manners(verbose):
         if job is None:
             if watching:
-                raise ConfigError("--watch needs the job to watch.", remedy="penstock status lists those that run.")
+                raise ConfigError("--watch needs the job to watch.", remedy="penstock status lists the running jobs.")
             _print_jobs(as_json)
             return
         remote = _remote(job)
@@ -383,8 +390,8 @@ def _print_jobs(as_json: bool) -> None:
 )
 def scale(
     job: str = typer.Argument(..., metavar="JOB", help=_JOB_HELP),
-    nodes: str | None = typer.Option(None, metavar="+N|-N", help="So many nodes more or fewer."),
-    remove: list[str] = typer.Option([], metavar="NODE", help="This node leaves; may be repeated."),
+    nodes: str | None = typer.Option(None, metavar="+N|-N", help="N nodes more or fewer."),
+    remove: list[str] = typer.Option([], metavar="NODE", help="Empty this node and give it back; may be repeated."),
     stage: list[str] = typer.Option([], metavar="STAGE=N", help="Instances of a stage; may be repeated."),
     cores: list[str] = typer.Option([], metavar="NODE=N", help="Cores that the job uses of a node; may be repeated."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Say what would change, and change nothing."),
@@ -412,7 +419,7 @@ def scale(
 
 
 def _signed(text: str) -> int:
-    """A bare number could be a difference or a size, so it must say which."""
+    """The number of nodes with its sign. A bare number is refused: it could be a difference or a size."""
     if text[:1] in ("+", "-") and text[1:].isdecimal():
         return int(text)
     raise ConfigError(f"--nodes {text}: neither +N nor -N.", remedy="For example: --nodes +1, or --nodes -1")
@@ -437,7 +444,7 @@ def migrate(
 @app.command(epilog=_examples("penstock rebalance top-words"))
 def rebalance(
     job: str = typer.Argument(..., metavar="JOB", help=_JOB_HELP),
-    cancel: bool = typer.Option(False, "--cancel", help="Cancel the moves under way instead."),
+    cancel: bool = typer.Option(False, "--cancel", help="Cancel the moves that are under way."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
 ) -> None:
     """Even out the load of a running job's containers by moving slices."""
@@ -448,7 +455,7 @@ def rebalance(
 @app.command(epilog=_examples("penstock stop top-words", "penstock stop state/ --wait"))
 def stop(
     job: str = typer.Argument(..., metavar="JOB", help=_JOB_HELP),
-    wait: bool = typer.Option(False, "--wait", help="Return when it has stopped."),
+    wait: bool = typer.Option(False, "--wait", help="Return when the job has stopped."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
 ) -> None:
     """Stop a running job in good order: finish the epochs under way, take a checkpoint, end."""
@@ -478,15 +485,21 @@ def journal(
     last: int | None = typer.Option(None, min=1, metavar="N", help="The last N lines (default: 40)."),
     since: str | None = typer.Option(None, metavar="TIME", help="What happened in the last 30s, 10m, 2h or 1d."),
     epoch: str | None = typer.Option(None, metavar="A..B", help="What happened around these epochs."),
-    incident: bool = typer.Option(False, "--incident", help="The last incident: from a failure to progress again."),
-    number: int | None = typer.Argument(None, metavar="N", min=1, help="With --incident: another than the last."),
-    follow: bool = typer.Option(False, "--follow", help="Go on as the job does, until Ctrl-C."),
+    incident: bool = typer.Option(
+        False, "--incident", help="Show the last incident: from a failure to the next new output."
+    ),
+    number: int | None = typer.Argument(
+        None, metavar="N", min=1, help="With --incident: show this one instead of the last."
+    ),
+    follow: bool = typer.Option(False, "--follow", help="Show new lines as they come, until Ctrl-C."),
     as_json: bool = typer.Option(False, "--json", help="Every record as it is, one line of JSON each."),
-    replaying: bool = typer.Option(False, "--replay", help="Play it through the controller and compare each step."),
+    replaying: bool = typer.Option(
+        False, "--replay", help="Play the journal through the controller and compare each step."
+    ),
     everything: bool = typer.Option(False, "--all", help="Every event and command, the routine too."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
 ) -> None:
-    """Tell what happened to a job, why, and what was done about it. Reads; changes nothing."""
+    """Tell what happened to a job, why, and what the job did. Nothing is changed."""
     with _manners(verbose):
         from penstock.observe.journal import read_history
         from penstock.observe.story import Wanted, as_text, newest
@@ -517,7 +530,7 @@ def journal(
             what = f"no incident {number}" if number else "no incident"
             print(f"There is {what} on record.", file=sys.stderr)
         if as_json:
-            # In the order of lines, each record once: a record may have several lines.
+            # Records come in the order of the lines. A record may have several lines and is printed once.
             steps = list(dict.fromkeys((line.start, line.step) for line in replace(wanted, last=None).choose(lines)))
             records = {(record.start, record.step): record for record in history}
             for step in steps[-last:] if last is not None else steps:
@@ -531,7 +544,7 @@ def journal(
 
 
 def _journal_store(place: str) -> Any:
-    """The store at ``place``, once it is sure that a job has kept a journal there."""
+    """The store at ``place``. A place where no job has kept a journal is refused."""
     from penstock.connectors.store import FsspecStore, local_path
     from penstock.observe.journal import segments
 
@@ -619,11 +632,11 @@ def _follow_journal(store: Any, history: Any, everything: bool, as_json: bool) -
 
 @app.command()
 def demo(
-    master: str | None = typer.Option(None, help="Where Spark runs (default: the demonstration's own choice)."),
+    master: str | None = typer.Option(None, help="Where Spark runs (default: this machine)."),
     executors: int | None = typer.Option(
-        None, help="On so many executors of a cluster on this machine: one of them leaves, and another comes."
+        None, help="Run on N executors on this machine; one of them leaves, and another comes."
     ),
-    seconds: float | None = typer.Option(None, help="How long it runs."),
+    seconds: float | None = typer.Option(None, help="Seconds that the demonstration runs."),
     plot: Path | None = typer.Option(None, metavar="FILE", help="Draw the run into this .png or .svg at the end."),
     plain: bool = typer.Option(False, "--plain", help="Status as plain lines, even in a terminal."),
     as_json: bool = typer.Option(False, "--json", help="Status as one line of JSON a second."),
@@ -642,8 +655,8 @@ def demo(
 def bench(
     name: str | None = typer.Argument(None, metavar="NAME", help="Which benchmark; --list shows them."),
     as_json: bool = typer.Option(False, "--json", help="Print exactly one JSON object and nothing else."),
-    quick: bool = typer.Option(False, "--quick", help="A small size, to see that it works."),
-    out: Path | None = typer.Option(None, metavar="FILE", help="Also write the JSON object, or a .png or .svg, here."),
+    quick: bool = typer.Option(False, "--quick", help="Use a small size, to see that the benchmark works."),
+    out: Path | None = typer.Option(None, metavar="FILE", help="Also write the result here: JSON, .png or .svg."),
     list_them: bool = typer.Option(False, "--list", help="List the benchmarks."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
 ) -> None:
@@ -682,7 +695,7 @@ def find_benchmarks() -> Path:
 
 
 def list_benchmarks(root: Path) -> dict[str, str]:
-    """Name and summary of every module with a ``run``. They are read and not imported: a peer may be missing here."""
+    """Name and summary of every module with a ``run``. Modules are parsed, not imported: a peer may be missing here."""
     found = {}
     for path in sorted((root / "benchmarks").glob("*.py")):
         if path.stem.startswith("_"):
@@ -773,7 +786,7 @@ def doctor(
     master: str = typer.Option("local[*]", help="The master that flows will run on."),
     verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
 ) -> None:
-    """Check whether this machine is ready, and say what to do where it is not."""
+    """Check whether this machine is ready for Penstock, and say what to do if it is not."""
     with _manners(verbose):
         from penstock.doctor import report, run_checks
 
@@ -823,7 +836,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Show the versio
 
 @contextlib.contextmanager
 def _manners(verbose: bool) -> Iterator[None]:
-    """Every command's errors: one paragraph and a remedy on standard error, and the right exit code."""
+    """Turn the errors of a command into a paragraph and a remedy on standard error, and the right exit code."""
     try:
         yield
     except PenstockError as error:
@@ -835,7 +848,7 @@ def _manners(verbose: bool) -> Iterator[None]:
         Console(stderr=True).print("\nStopped.", highlight=False)
         _leave_at_once(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output has gone: that is no error, but Python would complain when it flushes at the end.
+        # The reader of our output has gone. This is no error, but Python would complain when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(EXIT_FAILED) from None
     except ImportError as error:
@@ -868,19 +881,19 @@ def print_error(error: PenstockError) -> None:
 
 
 def _leave_at_once(code: int) -> None:
-    """Ends the process now. Threads that wait for Spark would otherwise hold it; its JVM ends with our pipe to it."""
+    """End the process now. Threads that wait for Spark would hold it otherwise. The JVM ends with our pipe to it."""
     sys.stdout.flush()
     sys.stderr.flush()
     if (control := sys.modules.get("penstock.engines.control")) is not None:
-        control.close_all()  # os._exit asks nobody
+        control.close_all()  # os._exit runs no exit handlers
     os._exit(code)
 
 
 @contextlib.contextmanager
 def _standard_output(as_json: bool) -> Iterator[Callable[[str], None] | None]:
-    """With ``as_json``, gives a function that writes a line to standard output, and sends all else to standard error.
+    """With ``as_json``, give a function that writes a line to standard output. Everything else goes to standard error.
 
-    Java and Python workers write to file descriptor 1 past Python's ``sys.stdout``, so the descriptor itself is turned.
+    Java and Python workers write to file descriptor 1, past Python's ``sys.stdout``. So the descriptor is redirected.
     """
     if not as_json:
         yield None

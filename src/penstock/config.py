@@ -1,15 +1,15 @@
 """The settings of a job: one frozen ``Config`` that ``ps.run(...)``, the command and the engines share.
 
-A setting may come from four places. The later one wins:
+A setting may come from four places. A later place wins over an earlier one:
 
 1. the default below;
 2. a TOML file: the one named, else ``./penstock.toml`` when it is there;
 3. an environment variable, ``PENSTOCK_`` and the name in capitals;
 4. what the caller says: keyword arguments of ``ps.run``, flags of the command.
 
-All four pass the same checks, and a value that fails says where it came from. A setting misspelt in silence is worse
-than a job that does not start, so unknown names are errors everywhere. Only in the environment may names that look like
-none of ours pass, since other programs are free to use the prefix.
+All four pass the same checks, and the error for a wrong value says where the value came from. A misspelt setting that
+nobody notices is worse than a job that does not start, so an unknown name is an error. Only in the environment does a
+name pass that resembles no setting, because other programs may use the prefix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_FILE = "penstock.toml"
 ENV_PREFIX = "PENSTOCK_"
 ENV_RESERVED = frozenset({"PENSTOCK_DATA"})
-"""Variables of ours that are no settings: where the tests find their data."""
+"""Variables with the prefix that are no settings. The tests find their data by them."""
 
 SLICES_MAX = 65_536
 INSTANCES_MAX = 4_096
@@ -52,7 +52,7 @@ class _Wrong(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a setting may be: ``check`` takes a Python value, ``parse`` turns text of a flag or variable into one."""
+    """The values that a setting may have. ``check`` takes a Python value; ``parse`` makes one of a flag or variable."""
 
     allowed: str
     check: Callable[[Any], Any]
@@ -75,7 +75,7 @@ def _whole(low: int, high: int, *, optional: bool = False) -> Rule:
 
 def _number(low: float, high: float) -> Rule:
     def check(value: Any) -> float:
-        # The comparison refuses nan as well.
+        # The comparison refuses NaN too.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise _Wrong
         return float(value)
@@ -130,7 +130,7 @@ def _flag() -> Rule:
         return value
 
     def parse(text: str) -> bool | None:
-        return words.get(text.strip().lower())  # anything else is none, and that the check refuses
+        return words.get(text.strip().lower())  # other words give None, which the check refuses
 
     return Rule("true or false", check, parse)
 
@@ -185,7 +185,7 @@ def _setting(default: Any, rule: Rule) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of one job, checked. ``Config(...)`` takes exactly these values, ``load`` looks in all places."""
+    """The checked settings of one job. ``Config(...)`` takes these values; ``load`` looks in all four places."""
 
     master: str = _setting(
         "local[*]",
@@ -194,17 +194,17 @@ class Config:
     """Where Spark runs."""
 
     checkpoint: str | None = _setting(None, _text("a directory or a URL that fsspec knows, or none", optional=True))
-    """Where state goes. Without it a job recovers from failures of executors, but not from its own end."""
+    """Where state goes. Without a checkpoint a job recovers from failures of executors, but not from its own end."""
 
     slices: int = _setting(64, _whole(1, SLICES_MAX))
     """Shares of a stage's keys, where the flow does not say ``key_by(..., slices=...)``. Set once for a checkpoint;
     instances can grow up to it."""
 
     instances: int | None = _setting(None, _whole(1, INSTANCES_MAX, optional=True))
-    """Containers of a stage when it starts; none means all cores."""
+    """Containers of a stage when it starts. None means all cores."""
 
     epoch_rows: int | None = _setting(None, _whole(1, ROWS_MAX, optional=True))
-    """Rows of an epoch, fixed; none lets the engine follow ``target_latency_ms`` between the two bounds below."""
+    """Rows of an epoch. None lets the engine follow ``target_latency_ms`` between the two bounds below."""
 
     epoch_rows_max: int = _setting(1_000_000, _whole(1, ROWS_MAX))
     epoch_rows_min: int = _setting(1_000, _whole(1, ROWS_MAX))
@@ -213,102 +213,104 @@ class Config:
     """The time an epoch should take."""
 
     epochs_in_flight: int = _setting(2, _whole(1, 64))
-    """Epochs that may run at once: stages overlap with two or more."""
+    """Epochs that may run at once. With two or more, stages of neighbouring epochs overlap."""
 
     checkpoint_interval_s: float = _setting(2.0, _number(0.0, 86_400.0))
-    """Time between the starts of two checkpoints; 0 means after every epoch."""
+    """Seconds between the starts of two checkpoints. With 0 a checkpoint begins whenever none is under way."""
 
     idle_epoch_s: float = _setting(20.0, _number(0.1, 3_600.0))
-    """With no input, an empty epoch runs this often: Spark ends Python workers that have been idle for a minute."""
+    """Seconds between empty epochs without input. Spark ends Python workers that have been idle for a minute."""
 
     poll_ms: int = _setting(20, _whole(1, 60_000))
-    """How often sources are asked when they had nothing new."""
+    """Milliseconds until sources that had nothing new are asked again."""
 
     backups: int = _setting(1, _whole(0, 16))
-    """Copies of each slice on other nodes, as far as there are nodes. A lost node's slices come up from them."""
+    """Copies of each slice on other nodes, as far as there are nodes. Slices of a lost node come up from the copies."""
 
     backup_memory_mb: int = _setting(512, _whole(1, 1_000_000))
-    """Memory for backups in each container's process; what does not fit goes to the node's local disk."""
+    """MB for backups in each container's process. Backups that do not fit go to the node's local disk."""
 
     placement: Literal["chained", "ring"] = _setting("chained", _one_of("chained", "ring"))
-    """Where backups go: spread over all peers, or to the clockwise neighbours."""
+    """Where backups go: ``chained`` spreads them over all peers, ``ring`` gives them to the clockwise neighbours."""
 
     schedule: Literal["load", "round_robin"] = _setting("load", _one_of("load", "round_robin"))
-    """How slices are dealt out to containers, those of one node and all of them: by measured load, or equally many."""
+    """How slices are dealt out to the containers of a node, and of all nodes: by measured load, or equally many."""
 
     zones: Mapping[str, str] = _setting({}, _pairs("fault zones of hosts (as text: host-a=rack-1;host-b=rack-2)"))
-    """What fails together: host -> zone. A slice and its backups are kept in different zones. Unknown: the host."""
+    """Host -> the zone that fails together. A slice and its backups are kept in different zones. By default a host is a
+    zone."""
 
     move_mb_s: float = _setting(0.0, _number(0.0, 1_000_000.0))
-    """How fast a container reads the copies that it makes in the background; 0 means as fast as it can."""
+    """MB a second at which a container reads the copies that it makes in the background. 0 means no limit."""
 
     move_timeout_s: float = _setting(600.0, _number(0.1, 86_400.0))
-    """A slice that has not moved by then stays where it is."""
+    """Seconds after which a slice that has not moved stays where it is."""
 
     hang_s: float = _setting(60.0, _number(0.0, 86_400.0))
-    """A container that has been at one task for so long counts as lost; 0 means never."""
+    """Seconds at one task after which a container counts as lost. 0 means never."""
 
     manifests_kept: int = _setting(3, _whole(1, 1_000))
     """Complete checkpoints that stay on disk."""
 
     deltas_max: int = _setting(8, _whole(2, 1_000))
-    """Deltas of a slice before they are merged into one."""
+    """Deltas that a slice may have before they are merged into one."""
 
     store_retries: int = _setting(5, _whole(0, 100))
     """Quick tries after a failed operation of the checkpoint's store, before the store counts as away."""
 
     store_timeout_s: float = _setting(30.0, _number(0.0, 3_600.0))
-    """Time that one try of an operation of the store may take; 0 means for ever."""
+    """Seconds that one try of an operation of the store may take. 0 means for ever."""
 
     store_away_s: float = _setting(120.0, _number(0.0, 86_400.0))
-    """How long the job goes on while the store is away. Epochs run, their output waits; then the job stops cleanly."""
+    """Seconds that the job goes on while the store is away: epochs run, and their output waits. Then the job stops."""
 
     store_away_epochs: int = _setting(32, _whole(0, 10_000))
-    """How many epochs may run ahead of the log meanwhile: their output is held in memory."""
+    """Epochs that may run ahead of the log while the store is away. Their output is held in memory."""
 
     epochs_max: int | None = _setting(None, _whole(1, ROWS_MAX, optional=True))
-    """Stop after so many epochs of this run; none means when the sources end."""
+    """Epochs of this run after which the job stops. None means that it stops when the sources end."""
 
     journal_mb: int = _setting(64, _whole(0, 1_000_000))
-    """Room for the journal in the checkpoint directory; the oldest of it goes first. 0: no journal."""
+    """MiB for the journal in the checkpoint directory. Its oldest part goes first. 0 means no journal."""
 
     on_error: Literal["dead_letter", "fail"] | None = _setting(None, _one_of("dead_letter", "fail"))
-    """What a malformed record does: set it aside or end the job. None leaves it to each source."""
+    """What a malformed record does: it is set aside, or it ends the job. None means what the flow says."""
 
     control: bool = _setting(True, _flag())
-    """Other processes of the same user may ask and steer the job: ``penstock status``, ``scale``, ``stop`` ..."""
+    """Whether other processes of the same user may ask and steer the job: ``penstock status``, ``scale``, ``stop``."""
 
     class_archive: bool = _setting(True, _flag())
-    """The first driver on a machine leaves an archive of Spark's classes, and later ones start faster with it."""
+    """Whether the first driver on a machine leaves an archive of Spark's classes, with which later ones start faster.
+    """
 
     policy: Literal["safe-rate", "target-latency", "ring"] | Policy | None = _setting(  # noqa: RUF009
         None, _policy("safe-rate", "target-latency", "ring")
     )
-    """What scales the job by itself, one of ours or your own; none leaves its size alone."""
+    """The policy that scales the job: a name, or an object of your own. None leaves the size alone."""
 
     policy_dry_run: bool = _setting(False, _flag())
-    """The policy only says what it would do, and why."""
+    """Whether the policy only says what it would do, and why."""
 
     policy_cool_down_s: float = _setting(15.0, _number(0.0, 86_400.0))
-    """Least time between two decisions of the policy."""
+    """Least seconds between two decisions of the policy."""
 
     instances_min: int = _setting(1, _whole(1, INSTANCES_MAX))
     """Fewest containers of a stage that the policy may choose."""
 
     instances_max: int | None = _setting(None, _whole(1, INSTANCES_MAX, optional=True))
-    """Most containers of a stage that the policy may choose; none means all cores."""
+    """Most containers of a stage that the policy may choose. None means all cores."""
 
     nodes_min: int = _setting(1, _whole(1, NODES_MAX))
     """Fewest nodes that the policy may leave."""
 
     nodes_max: int | None = _setting(None, _whole(1, NODES_MAX, optional=True))
-    """Most nodes that the policy may ask for; none means that it asks for none and gives none back."""
+    """Most nodes that the policy may ask for. None means that it asks for no nodes and gives none back."""
 
     spark: Mapping[str, str] = _setting({}, _spark_conf())
-    """More properties for Spark; they win over ours."""
+    """Properties for Spark, which win over those that Penstock sets."""
 
     name: str | None = _setting(None, _text("a text that is not empty, or none", optional=True))
-    """Name of the job; none means the flow's."""
+    """Name of the job. None means the flow's name."""
 
     def __post_init__(self) -> None:
         for name, rule in _rules().items():
@@ -339,7 +341,8 @@ class Config:
     ) -> Config:
         """The settings from the file, the environment and ``overrides``, in this order.
 
-        ``overrides`` holds Python values; ``spark`` is merged over the file's, key by key, all else replaces.
+        ``overrides`` holds Python values. Its ``spark`` is merged with the file's, key by key. Any other setting
+        replaces the earlier one.
         """
         merged: dict[str, Any] = {}
         for layer in (
@@ -352,7 +355,7 @@ class Config:
         return cls(**merged)
 
     def replace(self, **changes: Any) -> Config:
-        """The same settings with ``changes``, checked again."""
+        """The settings with ``changes``, checked again."""
         return dataclasses.replace(self, **_from_caller(changes))
 
     def to_dict(self) -> dict[str, Any]:
@@ -360,7 +363,7 @@ class Config:
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
-    """Turns the command's ``--set key=value`` into overrides. ``spark.x=y`` is a property of Spark."""
+    """Turn the command's ``--set key=value`` into overrides. ``spark.x=y`` is a property of Spark."""
     values: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -384,7 +387,7 @@ def _rules() -> dict[str, Rule]:
 
 
 def _known(key: str, where: str) -> str:
-    """The setting that ``key`` names, dashes or underscores; else an error with the nearest name."""
+    """The setting that ``key`` names, with dashes or underscores. An unknown key is an error with the nearest name."""
     name = key.replace("-", "_")
     names = list(_rules())
     if name in names:
@@ -503,9 +506,9 @@ def _read_toml(where: str) -> dict[str, Any]:
 
 
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML reads ``spark.driver.memory = "2g"`` as tables within tables; Spark wants the dotted name back.
+    """Turn tables back into dotted names: TOML reads ``spark.driver.memory = "2g"`` as tables within tables.
 
-    The first ``spark.`` may be left out under [penstock.spark], where it says nothing new.
+    Under [penstock.spark] the first ``spark.`` may be left out.
     """
     flat: dict[str, Any] = {}
 

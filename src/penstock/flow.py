@@ -1,8 +1,8 @@
 """What users write: a flow, built step by step into an immutable graph.
 
-Every step has an id that the user gives. Ids are the names under which state is kept, metrics are shown and
-parallelism is changed, so they must be unique and should stay the same when a flow is edited. Everything that can be
-known to be wrong is refused as soon as it is written, naming the step.
+The user gives every step an id. State is kept, metrics are shown and parallelism is changed by these ids. So ids must
+be unique, and should stay the same when a flow is edited. A mistake is refused as soon as it is written, and the error
+names the step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ON_ERROR = ("dead_letter", "fail")
 
 @dataclass(frozen=True)
 class Partition:
-    """What ``hash_partition`` asks of the stage that follows: how many instances, and a name to change that by."""
+    """What ``hash_partition`` asks of the stage that follows: its number of instances, and a name for rescaling it."""
 
     instances: int
     uid: str
@@ -50,7 +50,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Node:
-    """One step of the graph. Exactly one of ``source``, ``step``, ``keyed``, ``sink`` is set; none of them: a union."""
+    """One step of the graph. At most one of ``source``, ``step``, ``keyed`` and ``sink`` is set. A union has none."""
 
     id: str
     inputs: tuple[str, ...]
@@ -83,7 +83,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """The finished flow: nodes in topological order, checked."""
+    """The finished and checked flow: its nodes in topological order."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -129,12 +129,15 @@ class Graph:
 
 
 class Flow:
-    """A stream computation, described. ``ps.run(flow)`` runs it on Spark, ``ps.run_local(flow)`` in this process."""
+    """The description of a stream computation. ``ps.run(flow)`` runs it on Spark, ``ps.run_local(flow)`` in this
+    process.
+    """
 
     def __init__(self, name: str, *, on_error: str = "dead_letter") -> None:
-        """``on_error``: what to do with a record that cannot be read, or for which a function on rows raises.
+        """``on_error`` says what happens to a record that cannot be read, or for which a function on rows raises.
 
-        ``"dead_letter"`` counts it and sets it aside (see ``dead_letters``); ``"fail"`` stops the job and shows it.
+        ``"dead_letter"`` counts the record and sets it aside (see ``dead_letters``). ``"fail"`` stops the job and shows
+        the record.
         """
         if not name or not all(c.isalnum() or c in "-_." for c in name):
             raise FlowError(f"'{name}' is not a flow name.", remedy="Use letters, digits, '-', '_' and '.'.")
@@ -161,9 +164,9 @@ class Flow:
         return self._add(Node(id, (), schema, source=source))
 
     def dead_letters(self, sink: Sink) -> None:
-        """Where records go that had to be set aside: rows of source, offset, reason, raw.
+        """Send records that had to be set aside to a sink: rows of source, offset, reason, raw.
 
-        Without it they go to ``dead-letters/`` in the checkpoint directory, 10,000 of each task and epoch at most.
+        Without a sink they go to ``dead-letters/`` in the checkpoint directory, at most 10,000 of each task and epoch.
         """
         self._dead_letters = sink
 
@@ -172,7 +175,7 @@ class Flow:
         return Graph(self.name, self._nodes, self.on_error, self._dead_letters)
 
     def explain(self, format: str = "text") -> str:
-        """Operators, how they are fused into stages, exchanges and schemas: as ``"text"``, or drawn as ``"svg"``."""
+        """Stages with their fused operators, exchanges and schemas: as ``"text"``, or drawn as ``"svg"``."""
         from penstock.plan import compile_flow
 
         plan = compile_flow(self.graph())
@@ -204,7 +207,7 @@ class Flow:
         reserved = [c for c in node.schema if c.startswith("__")]
         if reserved:
             raise FlowError(
-                f"operator '{node.id}': column '{reserved[0]}' begins with two underscores: those are Penstock's.",
+                f"operator '{node.id}': column '{reserved[0]}' begins with two underscores: such names are Penstock's.",
                 remedy="Rename the column.",
                 operator=node.id,
             )
@@ -244,7 +247,7 @@ class Stream:
     id: str
     schema: pl.Schema
     identity: tuple[str, ...] | None = None
-    """For a stream of updates: the columns that say which earlier row a row replaces."""
+    """The columns that say which earlier row a row replaces. None: the stream is not one of updates."""
     windowed: bool = False
     partition: Partition | None = field(default=None, repr=False)
     slices: int | None = field(default=None, repr=False)
@@ -269,8 +272,8 @@ class Stream:
     ) -> Stream:
         """Apply a function from a polars DataFrame (or, with ``arrow``, a pyarrow Table) to another.
 
-        It sees some rows at a time and must not depend on which. The output's schema is found by calling it on no rows,
-        unless it is given.
+        The function sees some rows at a time, and must not depend on which rows come together. Without ``schema`` the
+        function is called on no rows, to find the schema of its output.
         """
         if not callable(function):
             raise FlowError(f"operator '{id}': {function!r} is not a function.", operator=id)
@@ -291,9 +294,9 @@ class Stream:
     flat_map = map_batches
 
     def map_rows(self, id: str, function: Callable[[dict[str, Any]], RowResult], *, schema: SchemaLike) -> Stream:
-        """Apply a function to each row, given as a dict; it returns a dict, several, or None to drop the row.
+        """Apply a function to each row, a dict. It returns a dict, several dicts, or None to drop the row.
 
-        Easy, but Python runs for each row: prefer expressions or ``map_batches`` where speed matters.
+        Python runs for each row. Prefer expressions or ``map_batches`` where speed matters.
         """
         if not callable(function):
             raise FlowError(f"operator '{id}': {function!r} is not a function.", operator=id)
@@ -320,14 +323,16 @@ class Stream:
         return self.flow._add(Node(id, inputs, self.schema))
 
     def split(self, id: str, predicate: pl.Expr) -> tuple[Stream, Stream]:
-        """The rows for which a predicate is true, and the others (false, or null): under ``id`` and ``id.rest``."""
+        """Two streams: ``id`` has the rows for which a predicate is true, and ``id.rest`` the rows where it is false or
+        null.
+        """
         rest = ~predicate.fill_null(False)
         return self.where(id, predicate), self.where(f"{id}.rest", rest)
 
     def pipe(self, name: str, function: Callable[..., Piped], /, *args: Any, **named: Any) -> Piped:
         """Apply a sub-flow: a function from a stream to a stream (or to several).
 
-        Its steps' ids get ``name.`` before them, so that one function can serve several branches.
+        The ids of its steps get ``name.`` before them, so that one function can serve several branches.
         """
         before = self.flow._prefix
         self.flow._prefix = f"{before}{name}."
@@ -347,8 +352,8 @@ class Stream:
     ) -> Stream:
         """Add the columns of a static table, found by the columns ``on``: a DataFrame, or a parquet or CSV file.
 
-        The file is read now, and the table travels with the flow. ``how="inner"`` drops rows that find nothing. For a
-        table that changes in event time, use ``key_by(...).lookup(...)``.
+        The file is read now, and the table travels with the flow. ``how="inner"`` drops rows that find nothing. Use
+        ``key_by(...).lookup(...)`` for a table that changes in event time.
         """
         columns = (on,) if isinstance(on, str) else tuple(on)
         _check_columns(id, columns, self.schema)
@@ -431,7 +436,11 @@ class Stream:
         return replace(keyed, stream=replace(keyed.stream, partition=Partition(n, self.flow._prefix + uid)))
 
     def top_k(self, id: str, k: int, *, by: str, per: str | Sequence[str] = (), descending: bool = True) -> Stream:
-        """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per``, or all."""
+        """The k greatest rows by a column.
+
+        After a windowed aggregate the rows of each window are ranked, after another aggregate the rows of each group
+        ``per``, or all rows.
+        """
         group = (per,) if isinstance(per, str) else tuple(per)
         _check_columns(id, (by, *group), self.schema)
         if self.windowed:
@@ -467,7 +476,7 @@ class Stream:
         return self.flow._add(node, identity=operator.identity, windowed=windowed)
 
     def aggregate(self, id: str, **aggregates: Aggregate) -> Stream:
-        """Always refused: say by which key first."""
+        """Refused: an aggregate needs ``key_by`` first."""
         raise FlowError(
             f"operator '{id}': an aggregate keeps state, and state needs a key.",
             remedy=f"Write .key_by(column).aggregate('{id}', ...).",
@@ -475,7 +484,7 @@ class Stream:
         )
 
     def process(self, id: str, operator: Operator, **_: Any) -> Stream:
-        """Always refused: say by which key first."""
+        """Refused: a custom operator needs ``key_by`` first."""
         raise FlowError(
             f"operator '{id}': a custom operator keeps state, and state needs a key.",
             remedy=f"Write .key_by(column).process('{id}', ...).",
@@ -493,11 +502,12 @@ class Stream:
         schema: SchemaLike,
         combine: Combiner | None = None,
     ) -> Stream:
-        """Streaming MapReduce: ``map(event, emit)`` calls ``emit(key, value)`` as often as it likes, and
-        ``reduce(key, value, <states>, emit)`` is called for each pair, with states annotated as in ``ps.Operator``.
+        """Streaming MapReduce.
 
-        ``key`` and ``value`` are their types; a mapping of names to types makes a key of several parts. ``combine(a,
-        b)`` may join two values of a key before they travel. Adds two steps: ``<id>.map`` and ``<id>``.
+        ``map(event, emit)`` calls ``emit(key, value)`` any number of times. ``reduce(key, value, <states>, emit)`` is
+        called for each pair, with states annotated as in ``ps.Operator``. ``key`` and ``value`` are types; a mapping of
+        names to types makes a key of several parts. ``combine(a, b)`` may join two values of a key before they travel.
+        Two steps are added: ``<id>.map`` and ``<id>``.
         """
         check_functions(id, map=map, reduce=reduce, combine=combine)
         names, columns = pair_schema(id, key, value)
@@ -509,7 +519,7 @@ class Stream:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def sink(self, id: str, sink: Sink) -> Stream:
-        """Send the rows to a sink, exactly once. Gives back the same stream, so that it can have several."""
+        """Send the rows to a sink, exactly once. The result is the same stream, so that it can have several sinks."""
         if not isinstance(sink, Sink):
             raise FlowError(
                 f"operator '{id}': {type(sink).__name__} is not a sink.",
@@ -528,7 +538,7 @@ class KeyedStream:
     key: tuple[str, ...]
 
     def aggregate(self, id: str, **aggregates: Aggregate) -> Stream:
-        """Running aggregates: each epoch gives the new values of the keys that changed."""
+        """Running aggregates. Each epoch gives the new values of the keys that changed."""
         self._check(id, aggregates, self.key)
         operator = RunningAggregate(id, self.key, aggregates, self.stream.schema)
         return self.stream._keyed(operator)
@@ -571,11 +581,11 @@ class KeyedStream:
         lateness: Duration = 0,
         hold: Duration = 0,
     ) -> Stream:
-        """A custom operator with state for each key, on events or on batches; ``schema`` is what it emits.
+        """A custom operator with state for each key, on events or on batches. ``schema`` is the schema of its output.
 
-        ``on`` names the column of event time, which timers, expiry and ``ps.Time`` need; ``lateness`` is how much later
-        than the newest event an older one may still come before the watermark passes it. ``hold``: how far behind the
-        watermark the times of emitted rows may lie, for windows that come after.
+        ``on`` names the column of event time, which timers, expiry and ``ps.Time`` need. ``lateness`` is how much later
+        than the newest event an older event may come before the watermark passes it. ``hold`` is how far behind the
+        watermark the times of emitted rows may lie; windows after this operator need it.
         """
         built = build_operator(
             id, self.key, operator, self.stream.schema, _schema(id, schema), on=on, lateness=lateness, hold=hold
@@ -593,14 +603,14 @@ class KeyedStream:
         lateness: Duration = 0,
         suffix: str = "_right",
     ) -> Stream:
-        """Rows of both sides with equal keys whose lifetimes overlap, each pair once.
+        """Pairs of rows of both sides with equal keys whose lifetimes overlap. Each pair comes once.
 
-        ``overlap`` says how the rows of the left and the right side come by their lifetimes: ``ps.point(on)``,
-        ``ps.interval(start, end)``, ``ps.edge(on, ends)``, ``ps.versions(on)``; ``within=ps.within(...)`` joins points
-        that are close in time. ``how="left"`` also gives left rows that meet nothing, with nulls, once they can meet
-        nothing any more. ``lateness`` is how much later than the newest row of its own side an older one may still
-        come. Output: the left side's columns, then the right side's other than its key, with ``suffix`` where a name
-        is taken.
+        ``overlap`` says how long the rows of the left and of the right side live: ``ps.point(on)``,
+        ``ps.interval(start, end)``, ``ps.edge(on, ends)``, ``ps.versions(on)``. ``within=ps.within(...)`` joins points
+        that are close in time. ``how="left"`` also gives left rows that met nothing, with nulls, when they can meet
+        nothing any more. ``lateness`` is how much later than the newest row of its own side an older row may come. The
+        output has the columns of the left side, then the columns of the right side without its key. A name that both
+        sides have gets ``suffix``.
         """
         if isinstance(within, Within) and overlap is None:
             overlap, within = (within.left, within.right), None
@@ -625,10 +635,10 @@ class KeyedStream:
         lateness: Duration = 0,
         suffix: str = "_right",
     ) -> Stream:
-        """For each event the row of a changing table, of the same key, that was valid at the event's time ``on``.
+        """For each event the row of a changing table with the same key that was valid at the event's time ``on``.
 
-        A row of the table is valid from its time ``version`` until the next of its key. An event waits until the
-        watermark of the table, too, has passed it.
+        A row of the table is valid from its time ``version`` until the next row of its key. An event waits until the
+        watermark of the table has passed it too.
         """
         return self._two(id, table, (point(on), versions(version)), how, lateness, suffix)
 
@@ -697,7 +707,7 @@ class WindowedStream:
     def aggregate(self, id: str, **aggregates: Aggregate) -> Stream:
         """Aggregates of each key and window, with ``window_start`` and ``window_end``.
 
-        Each window comes once, when it is over; with ``emit="updates"`` whenever its result has changed.
+        Each window comes once, when it is over. With ``emit="updates"`` a window comes whenever its result has changed.
         """
         self.keyed._check(id, aggregates, (*self.keyed.key, WINDOW_START, WINDOW_END))
         stream = self.keyed.stream
@@ -705,9 +715,9 @@ class WindowedStream:
         return stream._keyed(operator, windowed=self.spec.shared)
 
     def late(self, id: str) -> Stream:
-        """The rows that come too late for these windows, which ``aggregate`` drops: the input's rows as they are.
+        """The rows that come too late for these windows and that ``aggregate`` drops, as they are in the input.
 
-        Every row must travel to find out: it costs an exchange of the whole input.
+        Only the container knows which rows are late. So every row travels, and the whole input is exchanged.
         """
         if not isinstance(self.spec.on, str):
             raise FlowError(

@@ -1,7 +1,7 @@
-"""Finding the flow in a user's file: ``FLOW.py`` or ``FLOW.py:name``.
+"""Find the flow in a user's file: ``FLOW.py`` or ``FLOW.py:name``.
 
-The file is imported as it is, its errors are told in the user's lines and not in ours, and what it defines travels to
-Spark's workers by value, since they do not have the file.
+The file is imported as it is. An error in the file shows the user's lines and hides Penstock's. What the file defines
+travels to Spark's workers by value, because they do not have the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, FlowError, PenstockError
 
 
 def load_flow(target: str, flow_type: type | None = None) -> Any:
-    """Imports the file of ``FLOW.py[:name]`` and returns the flow in it."""
+    """Import the file of ``FLOW.py[:name]`` and return the flow in it."""
     if flow_type is None:
         from penstock.flow import Flow
 
@@ -66,16 +66,16 @@ def _split_target(target: str) -> tuple[Path, str | None]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Imports a file by its path, so that what it imports beside it is found: here, and by Python workers too."""
+    """Import a file by its path. Modules in its directory are found, in this process and in Python workers."""
     path = path.resolve()
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    # Workers that Spark starts on this machine inherit it.
+    # Workers that Spark starts on this machine inherit PYTHONPATH.
     inherited = os.environ.get("PYTHONPATH")
     if folder not in (inherited or "").split(os.pathsep):
         os.environ["PYTHONPATH"] = folder + (os.pathsep + inherited if inherited else "")
-    # A flow called like an installed package must not hide it: json.py would take the standard library's place.
+    # A file named like an installed package must not hide the package: json.py would replace the standard library's.
     taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names or not path.stem.isidentifier()
     name = f"penstock_flow_{path.stem}" if taken else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
@@ -94,7 +94,9 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _pickle_by_value(module: ModuleType) -> None:
-    """Functions of the flow's file travel with the job: other machines lack the file, and none should run it again."""
+    """Let the functions of the flow's file travel with the job. Other machines lack the file, and must not run it
+    again.
+    """
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(module)
@@ -122,7 +124,7 @@ def _import_failure(path: Path, error: BaseException) -> PenstockError:
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the user's own files: those of Penstock, installed packages and Python itself only hide them."""
+    """The frames of the user's own files, without those of Penstock, installed packages and Python."""
     ours = str(Path(__file__).resolve().parent) + os.sep
     library = str(Path(os.__file__).resolve().parent) + os.sep
 
@@ -139,7 +141,7 @@ def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _shown(name: str) -> str:
-    """A path as short as it can be said from here."""
+    """A path relative to the current directory, if the path is below it."""
     with contextlib.suppress(ValueError):
         return str(Path(name).resolve().relative_to(Path.cwd()))
     return name

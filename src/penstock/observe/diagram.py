@@ -1,7 +1,7 @@
 """A flow drawn as SVG: one box for each stage with its fused operators, an arrow for each exchange.
 
-Written by hand rather than by a drawing library: a flow is a small layered graph whose boxes are lists of text, and a
-file that opens anywhere, with text that can be searched, is all that is wanted.
+This module needs no drawing library: a flow is a small layered graph whose boxes are lists of text. The file opens
+anywhere, and its text can be searched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STYLE = """
 class _Box:
     stage: Stage
     lines: tuple[tuple[str, str], ...]
-    """(class, text)"""
+    """(CSS class, text) of each line."""
 
     @property
     def width(self) -> float:
@@ -107,7 +107,7 @@ def _drawn(box: _Box, x: float, y: float) -> str:
 
 
 def _wire(plan: Plan, edge: Edge, boxes: dict[StageId, _Box], at: dict[str, tuple[float, float]]) -> str:
-    """From the right of one box to the left of another; the inputs of a join arrive one below the other."""
+    """An arrow from the right of one box to the left of another. The inputs of a join arrive one below the other."""
     start, end = boxes[edge.upstream], boxes[edge.downstream]
     ins = plan.by_id[edge.downstream].ins
     outs = plan.by_id[edge.upstream].outs

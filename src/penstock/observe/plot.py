@@ -1,7 +1,7 @@
-"""Pictures of runs and benchmarks, as PNG or SVG by the name's ending.
+"""Pictures of runs and benchmarks: PNG or SVG, by the ending of the file's name.
 
-matplotlib is slow to import and is only wanted when a picture is, so it is imported within. The ``Figure`` is made
-directly, without pyplot: no global state, no display, safe from any thread.
+matplotlib is slow to import, so the functions that draw import it. They make the ``Figure`` directly, without pyplot.
+So there is no global state and no display, and any thread may draw.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def plot_run(
     marks: Sequence[tuple[float, str]] = (),
     counted: str = "instances",
 ) -> Path:
-    """Throughput, epoch time and instances over a run's time; ``marks`` are things that happened: (seconds, what).
+    """Draw throughput, epoch time and instances over the time of a run.
 
-    ``history`` is that of ``JobStatus``: at_s, rows, ms and instances of each epoch. ``counted`` says what those are.
+    ``history`` is the history of ``JobStatus``: at_s, rows, ms and instances of each epoch. ``marks`` are (seconds,
+    what happened). ``counted`` is the label of the third plot.
     """
     target = _checked_path(path)
     figure = _figure(title, 9.0, 5.6)
@@ -80,9 +81,9 @@ def plot_bars(
     title: str,
     ylabel: str,
 ) -> Path:
-    """One bar for each row: its ``label`` and ``value``, and if it has one a ``group``. Penstock's bars stand out.
+    """Draw one bar for each row with a ``label`` and a ``value``. Penstock's bars stand out.
 
-    Rows with ``group`` are set side by side: groups along the axis, one colour for each label.
+    If rows have a ``group``, the groups stand along the axis, and each label has one colour.
     """
     target = _checked_path(path)
     groups = list(dict.fromkeys(str(row.get("group", "")) for row in rows))
@@ -117,12 +118,12 @@ def plot_bars(
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several plots above each other that share the time: lines by label, each of (seconds, value)."""
+    """One of several plots above each other that share the time axis. A line is a label with (seconds, value) pairs."""
 
     ylabel: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     steps: bool = False
-    """Values that hold until the next one, such as a number of instances."""
+    """Each value holds until the next one, as a number of instances does."""
 
 
 def plot_series(
@@ -131,7 +132,7 @@ def plot_series(
     title: str,
     marks: Sequence[tuple[float, str]] = (),
 ) -> Path:
-    """Several series over the same time. A label has one colour in all panels, Penstock's own first."""
+    """Draw several series over the same time. A label has one colour in all panels."""
     target = _checked_path(path)
     figure = _figure(title, 9.0, 1.4 + 1.7 * len(panels))
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -158,7 +159,7 @@ def plot_series(
         drawn = [
             next(line for axes in rows for line in axes.get_lines() if line.get_label() == label) for label in labels
         ]
-        # Below all: above the first one the marks have their labels.
+        # The legend goes below all panels, because the labels of the marks are above the first.
         figure.legend(drawn, labels, frameon=False, fontsize=8, labelcolor=_INK, loc="outside lower left", ncols=4)
     return _save(figure, target)
 
@@ -193,7 +194,7 @@ def _style(axes: Axes, ylabel: str) -> None:
 
 
 def _label_marks(axes: Axes, marks: Sequence[tuple[float, str]], end: float) -> None:
-    """Labels above the plot, on two levels in turn so that neighbours do not run into each other."""
+    """Put labels above the plot, on two levels in turn, so that neighbours do not run into each other."""
     for index, (at, label) in enumerate(sorted(marks)):
         late = at > end * 0.85
         axes.annotate(
@@ -227,5 +228,5 @@ def _save(figure: Figure, target: Path) -> Path:
 
 
 def _total(instances: Any) -> float:
-    """A number, or a number for each stage."""
+    """The sum of a number, or of a number for each stage."""
     return float(sum(instances.values()) if isinstance(instances, Mapping) else instances)

@@ -1,11 +1,11 @@
 """The journal in words: what happened to a job, why, and what was done about it.
 
-``tell`` goes through the records of a journal in order and says of each what a person who runs the job wants to know.
-Most steps are routine (a stage is done, so the next is run) and get no words; an epoch gets one line when it is
-published. What has no words here, because it was added later, is shown as it is.
+``tell`` goes through the records of a journal in order. It says of each record what a person who runs the job wants to
+know. Most steps are routine (a stage is done, so the next one runs) and get no words. An epoch gets one line when it is
+published. An event or command for which this module has no words is shown with its name and fields.
 
-An *incident* is from the first sign of a failure to the next epoch that is published for the first time: the moment
-from which those who read the output notice nothing any more.
+An *incident* goes from the first sign of a failure to the next epoch that is published for the first time. From that
+moment on readers of the output notice nothing.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from penstock.state.store import Store
 
 GENERIC_MAX = 160
 SEGMENTS_READ = 128
-"""At first: a minute or so, and surely one that begins with the controller's state."""
+"""Segments that are read first: about a minute. Every 64th segment begins with the controller's state."""
 QUIET_LINES = 3
-"""So many lines of routine in a row, or fewer, are shown one by one."""
+"""Up to this many lines of routine in a row are shown one by one."""
 
 
 @dataclass(frozen=True)
 class Line:
+    """One line of the story."""
+
     at_ms: int
     text: str
     start: int
     step: int
     effect: bool = False
-    """It is what the controller ordered because of the line above."""
+    """The line tells of a command that the controller gave because of the line above."""
     epoch: int | None = None
     incident: int | None = None
     routine: str = ""
-    """epoch or checkpoint: lines that may be summed up."""
+    """``epoch`` or ``checkpoint``: the line may be summed up with its neighbours."""
     rows: int = 0
     seconds: float = 0.0
 
@@ -46,7 +48,7 @@ class Line:
 
 
 def tell(history: History, *, everything: bool = False) -> list[Line]:
-    """The whole story. ``everything``: the routine too."""
+    """The whole story; with ``everything`` the routine too."""
     lines: list[Line] = []
     incidents = 0
     for run in history.runs:
@@ -59,7 +61,7 @@ def tell(history: History, *, everything: bool = False) -> list[Line]:
 
 @dataclass
 class Teller:
-    """What must be remembered of one run to put the next record into words."""
+    """Puts the records of one run into words, and remembers what the next record needs."""
 
     run: Run
     incidents: int
@@ -70,11 +72,11 @@ class Teller:
     nodes: set[str] | None = None
     owners: dict[str, Sequence[int]] = field(default_factory=dict)
     began: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """epoch -> (when it was cut, rows)"""
+    """epoch -> (when it was planned, its rows)"""
     logged: set[int] = field(default_factory=set)
     away: bool = False
     incident: tuple[int, float, str, int] | None = None
-    """The one under way: its number, when it began, what it was, and the last epoch published before it."""
+    """The incident under way: its number, when it began, what it was, and the last epoch published before it."""
 
     def __post_init__(self) -> None:
         """Where the story begins in the middle, the controller's state of that time says what was known."""
@@ -133,7 +135,7 @@ class Teller:
         return ""
 
     def _current(self, event: Any) -> bool:
-        """Answers of cancelled work come later, and mean nothing."""
+        """Whether an answer is of the present attempt. Answers of cancelled work come later and mean nothing."""
         return event.attempt >= self.attempt
 
     def _lost(self, event: Any) -> list[str]:
@@ -356,7 +358,7 @@ def _said(text: str, epoch: int | None = None) -> Line:
 
 
 def _generic(value: Any) -> str:
-    """Name and fields, for what there are no words for."""
+    """Name and fields of an event or command for which there are no words."""
     fields = dict(to_json(value))
     name = fields.pop("!")
     fields.pop("now", None)
@@ -420,18 +422,18 @@ def _nodes(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which part of the story."""
+    """Which part of the story a user asks for."""
 
     last: int | None = None
-    """So many lines."""
+    """The number of lines."""
     since_ms: int | None = None
     epochs: tuple[int, int] | None = None
     incident: int | None = None
-    """Its number; 0 is the last."""
+    """The incident's number; 0 is the last one."""
     everything: bool = False
 
     def covered_by(self, lines: Sequence[Line]) -> bool:
-        """Do these lines, the newest there are, go back far enough?"""
+        """Whether these newest lines go back far enough."""
         if not lines:
             return False
         if self.incident is not None:
@@ -456,7 +458,7 @@ class Wanted:
 
 
 def newest(store: Store, wanted: Wanted) -> tuple[History, list[Line]]:
-    """As much of the end of a journal as holds what is wanted, and the whole story of that."""
+    """The end of a journal that holds what is wanted, and the whole story of that part."""
     names = segments(store)
     count = SEGMENTS_READ
     while True:
@@ -470,7 +472,7 @@ def newest(store: Store, wanted: Wanted) -> tuple[History, list[Line]]:
 
 
 def of_incident(lines: Sequence[Line], number: int | None = None) -> list[Line]:
-    """The lines of an incident: of the last, or of the one with this number."""
+    """The lines of the last incident, or of the incident with this number."""
     known = incidents(lines)
     wanted = (known[-1] if known else None) if number is None else number
     return [line for line in lines if wanted is not None and line.incident == wanted]
@@ -481,13 +483,13 @@ def incidents(lines: Iterable[Line]) -> list[int]:
 
 
 def of_epochs(lines: Sequence[Line], first: int, last: int) -> list[Line]:
-    """From the first line about one of these epochs to the last, with all that happened between."""
+    """All lines from the first to the last one that is about these epochs."""
     within = [i for i, line in enumerate(lines) if line.epoch is not None and first <= line.epoch <= last]
     return list(lines[within[0] : within[-1] + 1]) if within else []
 
 
 def summed_up(lines: Iterable[Line]) -> list[Line]:
-    """Long stretches of nothing but epochs and checkpoints, in one line each."""
+    """The lines, with every long stretch of nothing but epochs and checkpoints in one line."""
     out: list[Line] = []
     quiet: list[Line] = []
     for line in [*lines, None]:
@@ -518,7 +520,7 @@ def _sum(lines: Sequence[Line]) -> Line:
 
 
 def as_text(lines: Iterable[Line]) -> Iterator[str]:
-    """Lines for a terminal: local time, a day where it changes, effects set in under their cause."""
+    """Lines for a terminal: local time, the day when it changes, and commands indented below their cause."""
     day = ""
     before: tuple[int, int] | None = None
     for line in lines:

@@ -182,12 +182,12 @@ def unwanted_copies(patch: pytest.MonkeyPatch) -> None:
 
 def pieces_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Pieces of deltas, and files that have served, are never forgotten."""
-    patch.setattr(Backups, "_tidy", lambda self: None)
+    patch.setattr(Backups, "_forget_useless", lambda self: None)
 
 
 def backups_past_the_limit(patch: pytest.MonkeyPatch) -> None:
     """Backups stay in memory, whatever the limit."""
-    patch.setattr(Backups, "_shed", lambda self, bytes_max: bytes_max)
+    patch.setattr(Backups, "_spill_to_fit", lambda self, bytes_max: bytes_max)
 
 
 def spilled_for_ever(patch: pytest.MonkeyPatch) -> None:

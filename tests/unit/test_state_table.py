@@ -416,7 +416,7 @@ def test_many_blocks_chunks_and_mappings_agree_with_a_dict(monkeypatch: pytest.M
 
 
 def test_a_column_grows_in_place_or_is_copied() -> None:
-    column = memory_module.Column(np.int64)
+    column = memory_module.GrowingArray(np.int64)
     column.grow(memory_module.MAPPED_BYTES_MIN)
     column.array[:100] = np.arange(100)
     mapping = column._mapping
@@ -442,7 +442,7 @@ def test_a_system_without_large_pages_or_mappings_will_do(monkeypatch: pytest.Mo
 
     for stand_in, mapped in ((Plain, True), (none, False)):
         monkeypatch.setattr(memory_module.mmap, "mmap", stand_in)
-        column = memory_module.Column(np.int64)
+        column = memory_module.GrowingArray(np.int64)
         column.grow(memory_module.MAPPED_BYTES_MIN)
         assert (column._mapping is not None) is mapped
         column.array[:] = 7
@@ -451,7 +451,8 @@ def test_a_system_without_large_pages_or_mappings_will_do(monkeypatch: pytest.Mo
 
 
 def test_a_column_holds_its_fill_wherever_nothing_was_written() -> None:
-    for column, fill in ((memory_module.Column(np.float64, np.inf), np.inf), (memory_module.Column(object), None)):
+    made = memory_module.GrowingArray
+    for column, fill in ((made(np.float64, np.inf), np.inf), (made(object), None)):
         for size in (10, 100, 300_000):
             column.grow(size)
             assert set(column.array[:size].tolist()) == {fill}

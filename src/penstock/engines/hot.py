@@ -1,10 +1,9 @@
-"""What a container finds out about its slices: the rows that come for each, and the hottest keys of those it is asked
-about.
+"""What a container measures of its slices: the rows that come for each slice, and the hottest keys of single slices.
 
-Rows are counted by the hash that they carry from the shuffle. Of a large epoch a sample is enough: 16,384 rows drawn at
-random tell the share of a slice that has a 64th of them to within 6 %, and several epochs are added up before anybody
-hears of it. Drawn with a seed, so that the same epoch gives the same figures; at random and not every n-th row, since
-keys that come in turn would deceive that.
+Rows are counted by the hash that they carry from the shuffle. A sample of a large epoch is enough: 16,384 rows drawn at
+random tell the share of a slice that has a 64th of the rows to within 6 %, and several epochs are added up before they
+are reported. The sample is drawn with a seed, so that the same epoch gives the same figures. It is random, and not
+every n-th row, because keys that come in turn would spoil such a sample.
 """
 
 from __future__ import annotations
@@ -19,13 +18,17 @@ from penstock.operators.base import HASH
 from penstock.state.slicemap import SliceMap
 
 SAMPLE_ROWS = 16_384
+"""Rows of an epoch that are counted by slice."""
 KEYS_SAMPLE_ROWS = 131_072
+"""Rows of an epoch among which the hottest keys are looked for."""
 KEYS_MAX = 5
+"""Keys that are reported of a slice."""
 KEY_CHARS_MAX = 80
+"""Longer keys are cut off in reports."""
 
 
 def rows_by_slice(frames: Sequence[pl.DataFrame], slicemap: SliceMap, seed: int) -> NDArray[np.float64]:
-    """About how many of these rows are for each slice."""
+    """For each slice, about how many of these rows belong to it."""
     counts = np.zeros(slicemap.count)
     total = sum(f.height for f in frames)
     for frame in frames:
@@ -44,9 +47,9 @@ def rows_by_slice(frames: Sequence[pl.DataFrame], slicemap: SliceMap, seed: int)
 def hottest_keys(
     frames: Sequence[pl.DataFrame], key: Sequence[str], slicemap: SliceMap, number: int, seed: int
 ) -> list[tuple[str, float]]:
-    """The keys of one slice with the most rows, and what share of its rows each has."""
+    """The keys of one slice with the most rows, each with its share of the slice's rows."""
     if not key:
-        return []  # there is but one
+        return []  # an operator without a key has one group of rows
     found = []
     total = sum(f.height for f in frames)
     for frame in frames:

@@ -1,8 +1,8 @@
-"""Merging files of checkpoints: fewer to read at a restart. The live tables are not touched.
+"""Merging files of checkpoints, so that a restart reads fewer files. Live tables are not touched.
 
-On Spark a large merge happens in a process of its own that gives way to all others and keeps to one core: it may take
-seconds, and in the driver it would take them, on all cores, from the epochs that go on meanwhile. A small one takes
-less than a process takes to start.
+On Spark a large merge runs in a process of its own, on one core, with a low priority. It may take seconds, and in
+the driver it would take these seconds, on all cores, from the epochs that run at the same time. A small merge takes
+less time than a process takes to start, so it runs in the driver.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from penstock.state.slicemap import SliceMap
 from penstock.state.store import Store
 
 NICENESS = 10
-"""About a tenth of a core where all are busy: a merge that never ends would be no better."""
+"""Priority of the process. It leaves the merge about a tenth of a core where all cores are busy: with less it might
+never end."""
 
 START = f"""
 import contextlib, os
@@ -38,29 +39,34 @@ with contextlib.suppress(OSError):
 from {__name__} import main
 main()
 """
-"""Gives way before it imports anything: half a second of a core, which epochs would wait for. Where Linux shares its
-cores between sessions first (autogroup), a process is nice only to its own: so it has one for itself, which is nice.
+"""The program of the process. It lowers its priority before it imports anything, as imports take half a second of a
+core. Where Linux divides its cores by session first (autogroup), a priority counts only within the session. So the
+process gets a session of its own, and the session gets the low priority.
 """
 
 SMALL_BYTES = 4 * 2**20
-"""Of files. So much is merged in a tenth of a second; a process takes half a second of a core to start."""
+"""Bytes of files below which a merge is small. It takes a tenth of a second, and the start of a process takes half a
+second of a core."""
 
 
 @dataclass(frozen=True)
 class Merge:
+    """A merge that is due, with all that it takes to do it."""
+
     task: CompactionTask
     key: tuple[str, ...]
     meta: Mapping[str, Any]
     name: str
-    """Of the file to be written."""
+    """Name of the file to be written."""
     slicemap: SliceMap
-    """Of the stage."""
+    """The slices of the stage."""
 
 
 Merging = Callable[[Store, Merge], DeltaFile]
 
 
 def merge_here(store: Store, merge: Merge) -> DeltaFile:
+    """Read the files, merge them, and write the new file."""
     task = merge.task
     frames = []
     progress = None
@@ -68,7 +74,7 @@ def merge_here(store: Store, merge: Merge) -> DeltaFile:
         meta, frame = decode(store.get(file.name), file.name, file.slices)
         frames.append(select_slices(meta, frame, file.slices))
         if file.epoch_to == task.epoch_to:
-            progress = meta.get("progress")  # what the newest reflects, all of them together do
+            progress = meta.get("progress")  # together the files reflect the input that the newest file reflects
     merged = merge_frames(frames, merge.key, drop_deleted=task.drop_deleted)
     data = encode({**merge.meta, "progress": progress}, merged, slicemap=merge.slicemap)
     store.put(merge.name, data)
@@ -79,8 +85,8 @@ def merge_here(store: Store, merge: Merge) -> DeltaFile:
 
 
 class MergeAside:
-    """``merge_here``, in a process for each merge that is not small. It ends with the job; a file half-written has a
-    name of its own, and one that nobody names any more is removed with the others.
+    """``merge_here``, with a process of its own for each merge that is not small. The process ends with the job. A file
+    that it leaves behind is in no manifest, and is removed with other such files.
     """
 
     def __init__(self, small_bytes: int = SMALL_BYTES) -> None:
@@ -94,7 +100,7 @@ class MergeAside:
             return merge_here(store, merge)
         try:
             asked = pickle.dumps((store, merge))
-        except Exception:  # a file system of the user's own: here we can reach it
+        except Exception:  # a file system of the user's own that cannot be pickled: this process can reach it
             return merge_here(store, merge)
         path = os.pathsep.join(p for p in (str(Path(penstock.__file__).parents[1]), *sys.path) if p)
         with self._lock:
@@ -118,11 +124,11 @@ class MergeAside:
         if process.returncode < 0:
             raise PenstockError(
                 f"the process that merges files of checkpoints was ended by signal {-process.returncode}.",
-                remedy="Give the driver's machine more memory, if it was that. Until a merge succeeds a restart reads "
-                "more files; nothing is lost.",
+                remedy="Give the driver's machine more memory, if that was the cause. Nothing is lost: until a merge "
+                "succeeds, a restart reads more files.",
             )
         if process.returncode != 0:
-            return merge_here(store, merge)  # it could not start, or could not find what it needs
+            return merge_here(store, merge)  # the process could not start, or a module was missing
         outcome: DeltaFile | PenstockError | OSError = pickle.loads(answer)
         if isinstance(outcome, Exception):
             raise outcome
@@ -136,7 +142,8 @@ class MergeAside:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the job, which ends us when it ends
+    """Do the merge that comes on standard input, in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process
     outcome: DeltaFile | Exception
     store, merge = pickle.load(sys.stdin.buffer)
     try:

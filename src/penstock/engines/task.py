@@ -65,18 +65,20 @@ from penstock.state.table import Fragment, KeyedTable, TableSpec
 
 DEAD_LETTERS = "__dead_letters"
 LOAD_REST_S = 1.0
-"""While slices come up nothing is read for copies of others: both are work of this process, and an epoch waits. Nor is
-it from the epoch on in which they are handed over: in the next they are asked for, and would wait for a step of it."""
+"""Seconds for which the keeper reads nothing after slices began to come up: an epoch waits for them, and reading copies
+would take this process's time. From the epoch of a handover on it reads nothing either: the next epoch needs the slices
+at once."""
 LOAD_ROWS = 2**16
-"""Small files are loaded together, until there are so many rows: each time costs a millisecond or two."""
+"""Small files are loaded together, up to this many rows: each load has a fixed price of a millisecond or two."""
 WAITING_ROWS_MAX = 2**22
-"""No more rows are left waiting in the frames they came in: until the last is taken in, these take memory, too."""
+"""The most rows that a table leaves waiting. Their frames stay in memory until the last of their rows is entered."""
 WAKE_ROWS, WAKE_SHARE = 2**16, 32
-"""Of the rows that wait so many are taken in with each epoch, or such a part of them: some hundredths of a second."""
+"""Each epoch enters this many waiting rows, or this part of them (one 32nd) if that is more: a few hundredths of a
+second."""
 WAKE_BETWEEN = 2**13
-"""And so many at a time between two tasks, where there is time between them: the next may have to wait for it."""
+"""Waiting rows that are entered in one go between two tasks. The next task may have to wait for it."""
 FLUSH_WAIT_S = 1.0
-"""A flush waits so long for deltas. A store that is away must not stand in the way of the next epoch."""
+"""Seconds that a flush waits for deltas to be written. A store that is away must not hold up the next epoch."""
 DEAD_LETTERS_MAX = 10_000
 """Kept of each task and epoch when the flow has no sink for them; all are counted."""
 MANIFEST_NAME = "manifests/{:012d}.json"
@@ -205,7 +207,7 @@ class Written:
 
 @dataclass
 class Container:
-    """One container of one keyed stage: its table, which slices it holds, and where it stands."""
+    """One container of one keyed stage: its table, the slices that it holds, and the epoch that it stands at."""
 
     stage: str
     index: int
@@ -216,18 +218,19 @@ class Container:
     pending: list[Future[Written]] = field(default_factory=list)
     """Deltas being written."""
     unsent: list[dict[int, bytes]] = field(default_factory=list)
-    """Pieces of deltas that were written: holder -> piece."""
+    """For each delta that was written: holder -> its piece."""
     told: tuple[tuple[int, frozenset[int]], frozenset[int]] | None = None
-    """What the driver knows of its copies: those it has, and those it cannot have."""
+    """What the driver knows of the copies in this container: ((checkpoint, slices that it has), slices that it cannot
+    have)."""
     load: np.ndarray | None = None
-    """Rows that came for each slice since that was last reported."""
+    """Rows that came for each slice since the last report of load."""
     woken: int = 0
-    """Rows that were taken in since the last task."""
+    """Waiting rows that were entered since the last task."""
 
 
 class _Loading:
-    """Frames on their way into a table, in order. ``put_off``: they are only brought, and taken in as they are needed,
-    unless they are too many; else they are loaded, small ones together."""
+    """Frames on their way into a table, in order. ``put_off``: frames are brought, and their rows entered when they are
+    needed, unless there are too many rows. Otherwise frames are loaded, small ones together."""
 
     def __init__(self, table: KeyedTable, *, put_off: bool) -> None:
         self.table = table
@@ -257,8 +260,8 @@ class Worker:
     """Holds the containers of one process and runs tasks on them."""
 
     def __init__(self, plan: Plan, job_id: str, store: Store, keeper: Keeper | None = None) -> None:
-        """``keeper`` keeps backups of other containers' slices. Without one, those that are to be taken over come from
-        the store when they are needed.
+        """``keeper`` keeps backups of other containers' slices. Without one, slices that this process takes over come
+        from the store when they are needed.
         """
         self.plan = plan
         self.job_id = job_id
@@ -301,8 +304,8 @@ class Worker:
         return report, out
 
     def wake_some(self) -> bool:
-        """Between two tasks: take in a few of the rows that wait. Whether there are more. What goes wrong the next task
-        tells: here nobody would hear it."""
+        """Between two tasks: enter a few waiting rows. Returns whether more of them wait. An error is kept for the next
+        task, which reports it: there is nobody to report it to here."""
         waiting = {key: container for key, container in self.containers.items() if container.table.waits}
         for key, container in list(waiting.items())[:1]:
             try:
@@ -453,14 +456,14 @@ class Worker:
         if new:
             self._load(stage, spec, found.table, new, report)
             for frame in {id(handed[s]): handed[s] for s in new}.values() if not at_checkpoint else ():
-                found.table.merge(frame)  # what its old owner did since the checkpoint: it can be undone, and is ours
+                found.table.merge(frame)  # the old owner's changes since the checkpoint: they can be undone
         found.slices = owned
         report.load_ms = (time.perf_counter() - began) * 1000
         report.load_cpu_ms = (time.process_time() - cpu) * 1000
         return found
 
     def _handed_over(self, spec: TaskSpec, sent: Sequence[tuple[int, bytes]]) -> dict[int, pl.DataFrame]:
-        """slice -> rows that its old owner changed since the checkpoint"""
+        """Slice -> rows that its old owner changed since the checkpoint."""
         found: dict[int, pl.DataFrame] = {}
         for kind, data in sent:
             if kind == HANDOVER:
@@ -473,7 +476,7 @@ class Worker:
     def _load(
         self, stage: Stage, spec: TaskSpec, table: KeyedTable, slices: frozenset[int], report: TaskReport
     ) -> None:
-        """Bring slices up as they are in the checkpoint: from a backup that is here, else from the store."""
+        """Bring slices up as they are in the checkpoint: from a backup in this process, or from the store."""
         assert stage.keyed is not None
         if spec.checkpoint == 0:
             return  # before any input every slice is empty
@@ -483,7 +486,7 @@ class Worker:
             self._keep(stage, spec, self._copies(spec) | slices)
             taken = self.keeper.take(spec.stage, slices, spec.checkpoint)
         loading = _Loading(table, put_off=not stage.keyed.scans)
-        for layer in range(max(map(len, taken.values()), default=0)):  # slices have no rows in common
+        for layer in range(max(map(len, taken.values()), default=0)):  # the order of slices is free: they share no rows
             for frames in taken.values():
                 if layer < len(frames):
                     loading.add(frames[layer])
@@ -494,7 +497,7 @@ class Worker:
         report.rebuilt = {"backup": len(taken), "durable": len(rest)}
 
     def _durable(self, spec: TaskSpec, slices: frozenset[int]) -> Iterator[pl.DataFrame]:
-        """What the durable checkpoint has of slices that are not here, file by file."""
+        """The rows that the durable checkpoint has of some slices, file by file."""
         name = MANIFEST_NAME.format(spec.checkpoint)
         try:
             for file in self._manifest(spec.checkpoint).files_for(spec.stage, slices) if slices else ():
@@ -649,7 +652,7 @@ class Worker:
     def _measure(
         spec: TaskSpec, container: Container, arrivals: Sequence[Arrival], key: Sequence[str], report: TaskReport
     ) -> None:
-        """What each slice has to do, and which keys of some are the hottest."""
+        """Measure the rows that come for each slice, and the hottest keys of the slices that the driver asks about."""
         frames = [a.frame for a in arrivals]
         rows = rows_by_slice(frames, spec.slicemap, spec.epoch)
         container.load = rows if container.load is None else container.load + rows
@@ -835,6 +838,7 @@ def delta_file(
 def split_by_owner(
     rows: pl.DataFrame, hashes: np.ndarray, slicemap: SliceMap, owners: Sequence[int], instances: int
 ) -> list[pl.DataFrame]:
+    """The rows for each container, by the owner of the slice that each row's hash belongs to."""
     if instances == 1:
         return [rows]
     owner = np.asarray(owners, dtype=np.int32)[slicemap.of(hashes)]

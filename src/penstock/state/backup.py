@@ -1,27 +1,30 @@
-"""What a holder keeps of its peers' slices: the backups of one stage in one process.
+"""The backups that one process holds of other containers' slices, for one stage.
 
-A backup is a cache of committed state. Each slice has a *version*, the checkpoint it stands at; a slice that stands
-exactly at the checkpoint asked for is *current* and is handed out, any other is not: then the durable store restores,
-and never a wrong answer is given.
+A backup is a cache of committed state. Each slice has a *version*: the checkpoint that it stands at. A slice whose
+version is exactly the checkpoint asked for is *current*, and is handed out. Any other slice is not handed out: it is
+then restored from the durable store. So a backup may be missing, but is never wrong.
 
-**How a slice comes forward.** A writer cuts each delta file by holder (:func:`cut`); the pieces arrive in any order,
-perhaps twice, perhaps never, perhaps of an attempt that was given up. They are kept as they came, unread. A
-:class:`Commit` says which files a checkpoint added and for which slices. It moves every slice that stands at the
-checkpoint before it, once all rows it needs are here: exactness hangs on names of files alone, which no two attempts
-share. A file that never came is named to the caller, who reads it from the durable store (:meth:`Backups.supply`).
+**How a slice comes forward.** A writer cuts each delta file into one piece for each holder (:func:`cut`). Pieces arrive
+in any order. A piece may arrive twice or never, or belong to an attempt that was given up. Pieces are kept unread. A
+:class:`Commit` says which files a checkpoint added, and for which slices. It brings every slice that stands at the
+checkpoint before it forward, once all rows of these files for the slice are here. Files are told apart by their names
+alone, and no two attempts share a name. The caller is told the names of files that are missing, and reads them from the
+durable store (:meth:`Backups.supply`).
 
 **What it costs.** A delta stays as it arrived, one frame for all slices in it (:class:`_Run`), until a slice has too
-many of them; then the newest are merged, reaching back while the next older is no larger. Once the deltas of a slice
-come to half of its base they are merged into it, and tombstones go. So a row is rewritten O(log) times, and merging a
-delta into a large backup costs a few times the delta, on average. Slices with the same deltas, as most have, are merged
-in one go: hundreds of small frames would cost hundreds of small operations. A frame whose slices have mostly been
-merged elsewhere is copied down to the rest: parts share buffers, and one row must not keep a million alive.
+many deltas. Then its newest deltas are merged, and older ones with them as long as the next older is no larger than the
+merged ones together. When the deltas of a slice come to half of its base, they are merged into the base, and tombstones
+go. So a row is rewritten O(log) times, and merging a delta into a large backup costs a few times the delta on average.
 
-**Memory.** Over ``memory_max`` the largest slices go to a :class:`Spill`, merged, with a header that says whose they
-are; later deltas stay in memory on top until they, too, are large. A spill that fails costs the backup, not the job.
+Slices with the same deltas, as most have, are merged together: hundreds of small frames would cost hundreds of small
+operations. A frame of which most slices have been merged elsewhere is copied, without these slices. Parts of a frame
+share its buffers, and one row must not keep the memory of a million rows.
 
-**Little by little.** Merging and spilling is :meth:`Backups.work`, apart from what brings slices forward: somebody may
-need a slice at once, and what is due of a large backup takes seconds.
+**Memory.** Above ``memory_max`` the largest slices go to a :class:`Spill`, merged, with a header that says what they
+are. Their later deltas stay in memory until these are large, too. A spill that fails costs the backup, not the job.
+
+**Little by little.** Merging and spilling is done by :meth:`Backups.work`, apart from bringing slices forward. An owner
+may need a slice at once, and the merges that are due for a large backup take seconds.
 """
 
 from __future__ import annotations
@@ -45,15 +48,17 @@ from penstock.state.slicemap import SliceMap
 from penstock.state.table import DELETED, HASH
 
 DELTAS_MAX: Final = 4
-"""Deltas a slice may have before its newest are merged."""
+"""Deltas that a slice may have before its newest ones are merged."""
 BASE_RATIO: Final = 0.5
-"""Deltas that reach this part of their base are merged into it: a backup takes half as much again as the state."""
+"""Deltas that reach this share of their base are merged into it. So a backup takes up to half as much again as the
+state."""
 COMMITS_KEPT: Final = 16
-"""Commits remembered for slices that are behind. Who is further behind is seeded again."""
+"""Commits that are remembered for slices that are behind. A slice that is further behind is seeded again."""
 SMALL_BYTES: Final = 64 * 1024
-"""Deltas below this do not yet count as having outgrown their base: a merge has a fixed price, too."""
+"""Deltas below this size are not merged into their base, however small it is: a merge has a fixed price, too."""
 SHED_TO: Final = 0.875
-"""Over the limit, so much of it is kept in memory: or each delta would spill something."""
+"""When memory is over its limit, slices are spilled until this share of the limit is in use. Otherwise each further
+delta would spill something."""
 
 
 class Commit(msgspec.Struct):
@@ -63,12 +68,14 @@ class Commit(msgspec.Struct):
     """The checkpoint before it."""
     epoch: int
     files: dict[str, list[int]]
-    """The delta files it added, in order -> the slices each was written for. A slice in none of them did not change.
-    It is best to list only slices that have rows in the file: a holder that has no piece of a listed file reads it."""
+    """The delta files that the checkpoint added, in order -> the slices of each. A slice in none of them did not
+    change. Only slices with rows in the file should be listed: a holder without a piece of a listed file reads the
+    file."""
 
 
 class Spill(Protocol):
-    """A place for what does not fit into memory: names with whole values, gone with the process. Raises OSError."""
+    """A place for backups that do not fit into memory: names with whole values, which go with the process. Its methods
+    raise OSError."""
 
     def put(self, name: str, data: bytes) -> None: ...
 
@@ -86,9 +93,10 @@ def cut(
     holders: Sequence[Sequence[int]],
     attempt: int,
 ) -> dict[int, bytes]:
-    """The pieces of a delta file for each container that holds backups of some of its slices. ``data``: the file, or
-    its header and rows (in any order, if the header has no ``slices``); ``holders``: of each slice, the containers.
-    A container with no rows to get has no piece."""
+    """Container -> its piece of a delta file, for each container that holds backups of slices with rows in it.
+
+    ``data``: the file, or its header and rows (in any order if the header has no ``slices``). ``holders``: for each
+    slice the containers that hold a backup."""
     meta, frame = decode(data, name) if isinstance(data, bytes) else data
     total = slicemap.count
     assert len(holders) == total, f"holders of {len(holders)} slices, of a stage with {total}"
@@ -110,7 +118,7 @@ def cut(
         "attempt": attempt,
         "changed": _bitmap(changed),
     }
-    # Holders of the same slices (there are few different sets) get the same bytes.
+    # Holders of the same slices get the same bytes. There are few different sets of slices.
     made: dict[tuple[int, ...], bytes] = {}
     pieces = {}
     for container, numbers in shares.items():
@@ -122,7 +130,7 @@ def cut(
 
 
 class Backups:
-    """Backups of one stage in one process. Not thread-safe; no I/O but through ``spill``."""
+    """Backups of one stage in one process. It is for one thread, and does no I/O but through ``spill``."""
 
     def __init__(
         self,
@@ -135,7 +143,7 @@ class Backups:
         *,
         eager: bool = True,
     ) -> None:
-        """``eager``: what is due is merged and spilled at once, and nobody need call ``work``."""
+        """``eager``: merge and spill as soon as it is due, so that nobody need call ``work``."""
         self.eager = eager
         self.job = job
         self.stage = stage
@@ -144,30 +152,29 @@ class Backups:
         self.memory_max = memory_max
         self.spill = spill
         self.ignored = 0
-        """Pieces that were not ours or could not be read."""
+        """Number of pieces that were not meant for these backups, or could not be read."""
         self.problem: str | None = None
-        """Why backups were given up, in words; None while all is well."""
+        """Why backups were given up, in words. None: all is well."""
         self.pinned: int | None = None
-        """While slices are being seeded at this checkpoint, all commits after it are kept."""
+        """A checkpoint at which slices are being seeded: all commits after it are kept."""
         self._wanted: frozenset[int] = frozenset()
         self._held: dict[int, _Slice] = {}
         self._pieces: dict[str, list[_Piece]] = {}
-        self._open: dict[str, _File] = {}
-        self._commits: dict[int, _Known] = {}
+        self._open: dict[str, _OpenFile] = {}
+        self._commits: dict[int, _KnownCommit] = {}
         self._newest = -1
         self._given_up: set[int] = set()
-        self._unsettled: set[int] = set()
-        """Slices that have got deltas since it was seen to that they do not have too many."""
+        self._unmerged: set[int] = set()
+        """Slices that got deltas, and have not been looked at for merging since then."""
         self._progress: dict[int, Any] = {}
-        """Checkpoint that a known commit leads to -> the progress vector in the headers of its deltas, as far as one
-        came."""
+        """Checkpoint that a known commit leads to -> how far each source had been read, from the header of a delta."""
         self._shedding = False
 
     # ---- what is held ----------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Memory held: frames and pieces."""
+        """Memory held by frames and pieces."""
         return self._frame_bytes() + self._piece_bytes()
 
     @property
@@ -180,11 +187,11 @@ class Backups:
 
     @property
     def given_up(self) -> frozenset[int]:
-        """Wanted slices that there is no room for. They are not tried again until something else is wanted."""
+        """Wanted slices that there is no room for. They are tried again when the wanted slices change."""
         return frozenset(self._given_up)
 
     def want(self, slices: frozenset[int]) -> None:
-        """What to hold from now on; others are dropped."""
+        """Hold these slices from now on, and drop all others."""
         if slices == self._wanted:
             return
         self._wanted = frozenset(slices)
@@ -192,10 +199,10 @@ class Backups:
         self.problem = None
         for number in [n for n in self._held if n not in self._wanted]:
             self._drop(number)
-        self._tidy()
+        self._forget_useless()
 
     def to_seed(self, checkpoint: int) -> frozenset[int]:
-        """Wanted slices that no known commits will bring to ``checkpoint``."""
+        """Wanted slices that the known commits cannot bring to ``checkpoint``: they must be seeded."""
         reaches: dict[int, bool] = {}
         out = set()
         for number in self._wanted - self._given_up:
@@ -210,16 +217,18 @@ class Backups:
         return frozenset(out)
 
     def current(self, checkpoint: int) -> frozenset[int]:
+        """Slices that stand exactly at ``checkpoint``."""
         return frozenset(number for number, held in self._held.items() if held.version == checkpoint)
 
     def within_reach(self, checkpoint: int) -> frozenset[int]:
-        """Slices that are current, or will be by commits that are known: pieces on their way or small files to read."""
+        """Slices that are current, or will be once pieces that known commits ask for have arrived or been read."""
         versions = {held.version for held in self._held.values()}
         near = {version for version in versions if version == checkpoint or self._reaches(version, checkpoint)}
         return frozenset(number for number, held in self._held.items() if held.version in near)
 
     def take(self, slices: Collection[int], checkpoint: int) -> dict[int, list[pl.DataFrame]]:
-        """Of each slice that is current at ``checkpoint``, its frames in order: later rows win, tombstones included."""
+        """Slice -> its frames in order, for each slice that is current at ``checkpoint``. Later rows win; tombstones
+        are rows, too."""
         out = {}
         for number in slices:
             held = self._held.get(number)
@@ -235,7 +244,7 @@ class Backups:
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def offer(self, piece: bytes) -> bool:
-        """A piece that arrived. False: it is not ours, or damaged, and was ignored."""
+        """Take in a piece that arrived. False: it is not meant for these backups, or damaged, and was ignored."""
         try:
             meta = decode_header(piece, "a piece of a delta")
             ours = meta["job"] == self.job and meta["stage"] == self.stage and meta["kind"] == "delta"
@@ -251,40 +260,41 @@ class Backups:
             return False
         before = self._pieces.get(name, [])
         if any(arrived.slices <= one.slices for one in before) or not self._useful(name, arrived):
-            return True  # we have it, or have no use for it (any more)
+            return True  # it is here already, or is of no use any more
         if 2 * (self._piece_bytes() + len(piece)) > self.memory_max:
-            return True  # a checkpoint that is never completed must not fill the memory; this file will be read again
+            return True  # pieces of a checkpoint that never completes must not fill the memory: the file can be read
         self._pieces[name] = [*before, arrived]
         return True
 
     def commit(self, commit: Commit) -> list[str]:
-        """A checkpoint is complete: slices that stand at the one before it come forward. Returns the names of files
-        that are missing for some: ``supply`` them and call again, or ``advance``."""
+        """A checkpoint is complete: slices that stand at the checkpoint before it come forward.
+
+        Returns the names of files that some slices lack. ``supply`` them, and call ``advance``."""
         assert commit.before < commit.epoch, f"a checkpoint at {commit.epoch} after {commit.before}"
-        self._commits[commit.before] = _Known(commit)
+        self._commits[commit.before] = _KnownCommit(commit)
         self._newest = max(self._newest, commit.epoch)
         return self.advance()
 
     def supply(self, name: str, meta: Mapping[str, Any], frame: pl.DataFrame) -> None:
-        """A whole delta file, read from the durable store."""
+        """Take in a whole delta file, read from the durable store."""
         assert meta["slices_total"] == self.slicemap.count
         index = {int(number): place for number, place in meta["slices"].items()}
-        file = self._open.setdefault(name, _File())
+        file = self._open.setdefault(name, _OpenFile())
         mine = {n: (p[0], p[1]) for n, p in index.items() if n in self._wanted and n not in file.runs}
         file.add(_Run.of(frame, mine))
         file.changed = frozenset(index)
         self._progress[int(meta.get("epoch_to", -1))] = meta.get("progress")
 
     def seed(self, slice: int, epoch: int, frames: Sequence[pl.DataFrame], progress: Mapping[str, Any]) -> None:
-        """A slice as the durable checkpoint at ``epoch`` has it, which reflects so much input of each source.
-        ``advance`` then brings it on."""
+        """Take in a slice as the durable checkpoint at ``epoch`` has it. ``progress``: how far each source had been
+        read then. ``advance`` brings the slice forward from there."""
         if slice not in self._wanted:
             return
         self._drop(slice)
         held = _Slice(epoch, progress)
         base: pl.DataFrame | None = None
         if frames:
-            # All small ones together first: each merge into the large one copies all of it.
+            # The small frames are merged first: each merge into the large one copies all of it.
             base = merge_two(None, frames[0], self.key, drop_deleted=True)
             if len(frames) > 1:
                 later = merge_frames(frames[1:], self.key, drop_deleted=False)
@@ -296,7 +306,8 @@ class Backups:
             self.work()
 
     def advance(self) -> list[str]:
-        """Bring every slice as far as the known commits and the files at hand allow; the files that are missing."""
+        """Bring every slice as far forward as the known commits and the files at hand allow. Returns the names of
+        missing files."""
         missing: dict[str, None] = {}
         for number, held in self._held.items():
             start = held.version
@@ -307,23 +318,23 @@ class Backups:
                     break
                 held.deltas.extend(runs)
                 held.version = known.epoch
-                # Of a checkpoint with no file for us nothing is known, and the slice is as it was.
+                # A checkpoint without a file for these slices says nothing of progress, and they are as they were.
                 held.progress = self._progress.get(known.epoch, held.progress)
             if held.version != start and held.deltas:
-                self._unsettled.add(number)
+                self._unmerged.add(number)
         if self.eager:
             self.work()
-        self._tidy()
+        self._forget_useless()
         return list(missing)
 
     def work(self, bytes_max: float = math.inf) -> bool:
-        """Merge and spill what is due, about so many bytes of it, or one slice. True: there is more."""
-        left = self._settle(bytes_max)
-        return left <= 0 or self._shed(left) <= 0
+        """Merge and spill what is due: about ``bytes_max`` bytes, and at least one slice. True: more is due."""
+        left = self._merge_due(bytes_max)
+        return left <= 0 or self._spill_to_fit(left) <= 0
 
     def lose(self, name: str) -> None:
-        """A file can no longer be had (it was merged with others and removed): slices that wait for it are dropped,
-        to be seeded again."""
+        """A file no longer exists, because it was merged with others. Slices that wait for it are dropped, and will be
+        seeded again."""
         for number, held in list(self._held.items()):
             known = self._commits.get(held.version)
             if known is not None and name in self._rows_for(number, known)[1]:
@@ -331,21 +342,21 @@ class Backups:
 
     # ---- coming forward --------------------------------------------------------------------------------------------
 
-    def _rows_for(self, number: int, known: _Known) -> tuple[list[_Run], list[str]]:
-        """The runs that a commit adds to a slice, and the names of files that are not here."""
+    def _rows_for(self, number: int, known: _KnownCommit) -> tuple[list[_Run], list[str]]:
+        """The rows that a commit adds to a slice, and the names of files that are missing for it."""
         runs: list[_Run] = []
         lacking: list[str] = []
         for name in known.by_slice.get(number, ()):
-            file = self._opened(name)
+            file = self._decode_pieces(name)
             if number in file.runs:
                 runs.append(file.runs[number])
             elif file.changed is None or number in file.changed:
                 lacking.append(name)
         return runs, lacking
 
-    def _opened(self, name: str) -> _File:
-        """What we have of a file, its pieces decoded: when its checkpoint is complete, and only then."""
-        file = self._open.get(name, _File())
+    def _decode_pieces(self, name: str) -> _OpenFile:
+        """What is here of a file. Its pieces are decoded now, when its checkpoint is complete, and no sooner."""
+        file = self._open.get(name, _OpenFile())
         for piece in self._pieces.pop(name, ()):
             try:
                 meta, frame = decode(piece.data, name)
@@ -361,6 +372,7 @@ class Backups:
         return file
 
     def _reaches(self, version: int, checkpoint: int) -> bool:
+        """Whether the known commits lead from one checkpoint to the other."""
         while version < checkpoint:
             known = self._commits.get(version)
             if known is None:
@@ -369,7 +381,7 @@ class Backups:
         return True
 
     def _useful(self, name: str, piece: _Piece) -> bool:
-        """Whether a wanted slice may still need it."""
+        """Whether a wanted slice may still need a piece."""
         if not any(number in self._wanted and self._version(number) < piece.epoch for number in piece.slices):
             return False
         return piece.epoch > self._newest or any(name in known.names for known in self._commits.values())
@@ -378,8 +390,9 @@ class Backups:
         held = self._held.get(number)
         return -1 if held is None else held.version
 
-    def _tidy(self) -> None:
-        """Forget commits that nobody can need, pieces of checkpoints that never were, and files that have served."""
+    def _forget_useless(self) -> None:
+        """Forget commits that no slice needs, pieces of checkpoints that were never completed, and files that all
+        slices have used."""
         pinned = self._newest if self.pinned is None else self.pinned
         for before in sorted(self._commits)[:-COMMITS_KEPT]:
             if before < pinned:
@@ -405,15 +418,15 @@ class Backups:
 
     # ---- merging ---------------------------------------------------------------------------------------------------
 
-    def _settle(self, bytes_max: float) -> float:
-        """Merge what is due in slices, so that chains stay short and the cost of it in proportion. Slices with the same
-        deltas go together, and stay together. What is left of so many bytes."""
+    def _merge_due(self, bytes_max: float) -> float:
+        """Merge the deltas that are due, up to about ``bytes_max``. Returns how many of these bytes are left. Slices
+        with the same deltas are merged together, and so go on having the same deltas."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for number in sorted(self._unsettled):
+        for number in sorted(self._unmerged):
             if number in self._held and self._held[number].deltas:
                 groups.setdefault(tuple(id(run) for run in self._held[number].deltas), []).append(number)
             else:
-                self._unsettled.discard(number)
+                self._unmerged.discard(number)
         left = bytes_max
         for group in groups.values():
             runs = self._held[group[0]].deltas
@@ -421,35 +434,35 @@ class Backups:
             base = sum(self._held[number].base_bytes for number in group)
             if sum(sizes) >= max(BASE_RATIO * base, SMALL_BYTES * len(group)):
                 while group and left > 0:
-                    some, left = self._some(group, runs, left, with_base=True)
+                    some, left = self._take_portion(group, runs, left, with_base=True)
                     self._merge_all(some)
             elif len(sizes) > DELTAS_MAX:
-                count = _newest(sizes)
+                count = _newest_to_merge(sizes)
                 while group and left > 0:
-                    some, left = self._some(group, runs[-count:], left)
+                    some, left = self._take_portion(group, runs[-count:], left)
                     self._merge_all([number for number in some if not self._held[number].base_bytes])
                     self._merge_newest([n for n in some if n in self._held and self._held[n].deltas], count)
             else:
-                self._unsettled.difference_update(group)
+                self._unmerged.difference_update(group)
             if left <= 0:
                 break
         return left
 
-    def _some(
+    def _take_portion(
         self, group: list[int], runs: Sequence[_Run], left: float, *, with_base: bool = False
     ) -> tuple[list[int], float]:
-        """The first of a group, up to so many bytes of these runs; they leave it, and count as settled. And what is
-        left then."""
+        """Take the first slices out of a group, up to ``left`` bytes of these runs. They count as merged. Returns them,
+        and the bytes that are left."""
         some = []
         while group and left > 0:
             number = group.pop(0)
             left -= sum(run.share(number) for run in runs) + (self._held[number].base_bytes if with_base else 0)
             some.append(number)
-        self._unsettled.difference_update(some)
+        self._unmerged.difference_update(some)
         return some, left
 
     def _merge_all(self, numbers: Sequence[int]) -> None:
-        """Deltas into bases, of slices that have the same deltas."""
+        """Merge the deltas of slices into their bases. All of the slices have the same deltas."""
         if not numbers:
             return
         runs = list(self._held[numbers[0]].deltas)
@@ -461,7 +474,7 @@ class Backups:
                 continue
             newer = merge_frames([run.part(number) for run in runs], self.key, drop_deleted=False)
             merged = owned(merge_two(base, newer, self.key, drop_deleted=True))
-            # First the slice is whole again, then the old is let go of: an error there must not leave half a slice.
+            # The old files go after the slice is whole again: an error must not leave half a slice.
             if held.disk is not None:
                 disks.append(held.disk)
             held.deltas, held.disk = [], None
@@ -469,7 +482,7 @@ class Backups:
         self._release(numbers, runs, disks)
 
     def _merge_newest(self, numbers: Sequence[int], count: int) -> None:
-        """So many of the newest deltas into one, of slices that have the same deltas."""
+        """Merge the newest ``count`` deltas into one. All of the slices have the same deltas."""
         if not numbers:
             return
         runs = self._held[numbers[0]].deltas[-count:]
@@ -482,7 +495,7 @@ class Backups:
         self._release(numbers, runs, [])
 
     def _release(self, numbers: Collection[int], runs: Iterable[_Run], disks: Iterable[_OnDisk]) -> None:
-        """Slices no longer need these."""
+        """Some slices no longer need these runs and files."""
         for run in runs:
             for file in self._open.values():
                 for number in numbers:
@@ -507,8 +520,9 @@ class Backups:
     def _piece_bytes(self) -> int:
         return sum(len(piece.data) for pieces in self._pieces.values() for piece in pieces)
 
-    def _shed(self, bytes_max: float) -> float:
-        """Spill the largest slices until the rest fits. What is left of so many bytes."""
+    def _spill_to_fit(self, bytes_max: float) -> float:
+        """Spill the largest slices until the rest fits, up to about ``bytes_max``. Returns how many of these bytes are
+        left."""
         left = self.nbytes
         self._shedding |= left > self.memory_max
         limit = int(self.memory_max * SHED_TO)
@@ -517,7 +531,7 @@ class Backups:
         sizes = {number: held.memory(number) for number, held in self._held.items()}
         for number in sorted(sizes, key=lambda n: (-sizes[n], n)):
             if left <= limit:
-                left = self.nbytes  # it was an estimate: frames are shared
+                left = self.nbytes  # slices share frames, so their sizes were an estimate
             if left <= limit or not sizes[number]:
                 break
             if bytes_max <= 0:
@@ -527,11 +541,12 @@ class Backups:
             bytes_max -= sizes[number]
         self._shedding = False
         if self.nbytes > self.memory_max:
-            self._shed_waiting()
+            self._give_up_waiting()
         return bytes_max
 
-    def _shed_waiting(self) -> None:
-        """What is left are files that wait for others. Read again they would be as large: their slices are given up."""
+    def _give_up_waiting(self) -> None:
+        """Only files that wait for other files are left in memory, and still too much. Read again they would be as
+        large, so their slices are given up."""
         for file in self._open.values():
             for number, run in list(file.runs.items()):
                 held = self._held.get(number)
@@ -560,10 +575,10 @@ class Backups:
             self._give_up(number, f"they do not fit into memory, and the local disk failed ({error})")
             return
         held.disk = _OnDisk(name, held.version, len(data))
-        held.base = None  # base_bytes stays: it decides when deltas have outgrown it
+        held.base = None  # base_bytes stays: it decides when the deltas have outgrown the base
 
     def _base(self, number: int) -> pl.DataFrame | None:
-        """The base of a slice, from wherever it is. If it cannot be read, the slice is not held any more."""
+        """The base of a slice, from memory or disk. If it cannot be read, the slice is dropped."""
         held = self._held[number]
         if held.disk is None:
             return held.base
@@ -573,9 +588,9 @@ class Backups:
             meta, frame = decode(self.spill.get(disk.name), disk.name)
             found = (meta.get("job"), meta.get("stage"), meta.get("slice"), meta.get("epoch"))
             if found != (self.job, self.stage, number, disk.epoch):
-                raise OSError(f"{disk.name} is of another: {found}")
+                raise OSError(f"{disk.name} belongs to another backup: {found}")
         except (OSError, PenstockError) as error:
-            # Not given up: it can be seeded again.
+            # It is not given up: it can be seeded again.
             self.problem = f"a backup of slice {number} of stage '{self.stage}' is lost: {error}"
             self._drop(number)
             return None
@@ -592,8 +607,9 @@ class Backups:
             self._release([number], held.deltas, [] if held.disk is None else [held.disk])
 
 
-def _newest(sizes: Sequence[int]) -> int:
-    """How many of the newest deltas are merged: at least two, and on while the next older is no larger than these."""
+def _newest_to_merge(sizes: Sequence[int]) -> int:
+    """How many of the newest deltas to merge: two, and more as long as the next older is no larger than these
+    together."""
     count, merged = 2, sum(sizes[-2:])
     while count < len(sizes) and sizes[-count - 1] <= merged:
         merged += sizes[-count - 1]
@@ -604,8 +620,8 @@ def _newest(sizes: Sequence[int]) -> int:
 def merge_two(
     older: pl.DataFrame | None, newer: pl.DataFrame, key: Sequence[str], *, drop_deleted: bool
 ) -> pl.DataFrame:
-    """``merge_frames`` of a large frame and a small one, ten times as fast: only rows whose hash is in the small one
-    are compared by key."""
+    """``merge_frames`` of a large older frame and a small newer one, ten times as fast: keys are compared only where
+    hashes are the same."""
     if older is None:
         return merge_frames([newer], key, drop_deleted)
     if older.schema != newer.schema or 4 * newer.height > older.height:
@@ -618,8 +634,8 @@ def merge_two(
 
 
 def owned(frame: pl.DataFrame) -> pl.DataFrame:
-    """A copy that shares no buffer, however small a part of another frame it was."""
-    if frame.n_chunks() == 1:  # rechunk would copy nothing: a view of numbers stays a view
+    """A copy that shares no buffer with another frame."""
+    if frame.n_chunks() == 1:  # rechunk would copy nothing, and a view of numbers would stay one
         frame = frame[np.arange(frame.height, dtype=np.uint32)]
     return detached(frame)
 
@@ -628,8 +644,7 @@ def owned(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 class _Run:
-    """Rows of several slices in one frame, as a delta brought them. A slice lets go of its part when it has merged
-    it."""
+    """Rows of several slices in one frame, as a delta brought them. A slice releases its part when it has merged it."""
 
     def __init__(self, frame: pl.DataFrame, places: dict[int, tuple[int, int]]) -> None:
         self.frame = frame
@@ -647,16 +662,17 @@ class _Run:
         return self.frame.slice(*self.places[number])
 
     def parts(self, numbers: Collection[int]) -> pl.DataFrame:
-        """The parts of some slices together."""
+        """The rows of some slices together."""
         if self.rows == self.frame.height and len(numbers) == len(self.places):
             return self.frame
         return self.frame[self._rows_of(numbers)]
 
     def share(self, number: int) -> int:
+        """About how many bytes the rows of a slice take."""
         return self.nbytes * self.places[number][1] // max(1, self.frame.height)
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Slices that have merged their part."""
+        """Slices no longer need their rows in this frame."""
         for number in numbers:
             place = self.places.pop(number, None)
             self.rows -= 0 if place is None else place[1]
@@ -668,6 +684,7 @@ class _Run:
         return np.concatenate([np.zeros(0, dtype=np.uint32), *ranges])
 
     def _shrink_if_due(self) -> None:
+        """Copy the rows that are still needed when they are less than half of the frame."""
         if 2 * self.rows >= self.frame.height:
             return
         self.frame = detached(self.frame[self._rows_of(self.places)])
@@ -682,24 +699,24 @@ class _Piece:
     epoch: int
     slices: frozenset[int]
     changed: frozenset[int]
-    """All slices with rows in the file, sent to us or not."""
+    """All slices with rows in the file, whether this piece has them or not."""
 
 
 @dataclass
-class _File:
-    """What we have of a committed file."""
+class _OpenFile:
+    """What is here of a committed file."""
 
     runs: dict[int, _Run] = field(default_factory=dict)
     changed: frozenset[int] | None = None
-    """The slices with rows in it; None: nothing is known of it. One that is not in ``runs`` was not sent to us, or
-    has been used: a slice that is seeded again must not take it for unchanged."""
+    """The slices with rows in the file. None: not known. A slice that is not in ``runs`` was not sent to this holder,
+    or has been used. One that is seeded again must not count as unchanged."""
 
     def add(self, run: _Run) -> None:
         self.runs.update(dict.fromkeys(run.places, run))
 
 
-class _Known:
-    """A commit, turned round: the files of each slice."""
+class _KnownCommit:
+    """A commit, by slice: the files that each slice needs."""
 
     def __init__(self, commit: Commit) -> None:
         self.epoch = commit.epoch
@@ -721,10 +738,10 @@ class _OnDisk:
 class _Slice:
     version: int
     progress: Mapping[str, Any] | None
-    """source -> how far it had been read: the input that the slice reflects. None: a delta did not say."""
+    """source -> how far it had been read: the input that the slice reflects. None: the delta's header did not say."""
     base: pl.DataFrame | None = None
     base_bytes: int = 0
-    """Of the base, in memory or on disk."""
+    """Size of the base, in memory or on disk."""
     disk: _OnDisk | None = None
     deltas: list[_Run] = field(default_factory=list)
 
@@ -733,12 +750,13 @@ class _Slice:
         self.base_bytes = 0 if frame is None else int(frame.estimated_size())
 
     def memory(self, number: int) -> int:
+        """About how many bytes of memory the slice takes."""
         in_memory = self.base_bytes if self.disk is None else 0
         return in_memory + sum(run.share(number) for run in self.deltas)
 
 
 def _bitmap(numbers: Iterable[int]) -> str:
-    """Short also where there are tens of thousands of slices."""
+    """Numbers as the bits of a hexadecimal text, which is short for tens of thousands of slices, too."""
     return f"{sum(1 << number for number in numbers):x}"
 
 

@@ -1,20 +1,22 @@
-"""What a checkpoint consists of, and how its chains of files stay short. Pure: names and numbers in, decisions out.
+"""What a checkpoint consists of, and how its chains of files stay short. It does no I/O: names and numbers in,
+decisions out.
 
 A :class:`Manifest` is a checkpoint: it names, for every stage and in order, the files that hold its state, and for
-every source how far it was read. It is written last, atomically; what no manifest names does not exist.
+every source how far it was read. It is written last, atomically. A file that no manifest names does not count.
 
-**Which rows of a file count.** A container writes one file for all its slices, and slices move between containers over
-time, so the files of a stage have overlapping, ever different slice sets. An entry of a manifest therefore says, as
-``slices``, for *which slices the file still counts*. To restore a slice: take the entries that list it, in order, and
-from each file only the rows of that slice; later rows win. When a base or a merged delta takes over some slices, the
-older entries are *narrowed* by exactly those; an entry with no slice left is dropped, and its file is garbage. (The
-rows of a slice that a narrowed file no longer counts for must indeed be left out: a base holds no tombstones, so an
-older row could come back to life.)
+**Which rows of a file count.** A container writes one file for all its slices, and slices move between containers, so
+the files of a stage overlap. In each entry of a manifest, ``slices`` says for *which slices the file still counts*. To
+restore a slice, take the entries that list it, in order, and from each file only the rows of that slice. Later rows
+win.
 
-**Compaction.** For each slice, once it has more than ``deltas_max`` deltas, the newest ones are merged, reaching back
-while the next older is no larger than what is merged so far: sizes along a chain fall geometrically, and a row is
-rewritten O(log) times before it gets into a base. When the deltas of a slice together reach ``ratio`` times its base,
-all of it becomes a new base. So no chain is longer than ``deltas_max + 2``, however long the job runs.
+When a base or a merged delta takes over some slices, these slices are taken out of the older entries. An entry without
+slices is dropped, and its file is garbage. Rows of a slice that an entry no longer lists must be left out: a base holds
+no tombstones, so an older row could come back to life.
+
+**Compaction.** When a slice has more than ``deltas_max`` deltas, the newest ones are merged, and older ones with them
+as long as the next older delta is no larger than the merged ones together. So sizes along a chain fall geometrically,
+and a row is rewritten O(log) times before it gets into a base. When the deltas of a slice together reach ``ratio``
+times its base, all of it becomes a new base. No chain is longer than ``deltas_max + 2``, however long the job runs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Json = Any
 Kind = Literal["base", "delta"]
 
 MERGE_BYTES: Final = 128 * 2**20
-"""Of files, in one merge. In memory it is four times as much, and more."""
+"""Bytes of files that one merge reads. Its memory is four times as much, or more."""
 
 MANIFEST_PREFIX: Final = "manifest-"
 _HEAD: Final = b'{"checksum":"'
@@ -46,7 +48,8 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """A file of state. ``slices``: those it still counts for; ``slices_written``: how many it was written for."""
+    """A file of state. ``slices``: the slices that it still counts for. ``slices_written``: the number of slices that
+    it was written for."""
 
     name: str
     stage: str
@@ -66,19 +69,23 @@ class DeltaFile:
 
     @property
     def bytes_per_slice(self) -> float:
-        """An even share. Slices are hash shares, so it is near the truth, and it only steers compaction."""
+        """An even share of the file. Keys are spread evenly over slices, so it is near the truth, and it only steers
+        compaction."""
         return self.bytes / max(1, self.slices_written)
 
     def only(self, slices: Collection[int]) -> DeltaFile:
+        """The same file, counting for no other slices than these."""
         return replace(self, slices=tuple(s for s in self.slices if s in slices))
 
     def without(self, slices: Collection[int]) -> DeltaFile:
+        """The same file, no longer counting for these slices."""
         return replace(self, slices=tuple(s for s in self.slices if s not in slices))
 
 
 @dataclass(frozen=True)
 class CompactionTask:
-    """Read from each of ``inputs``, in order, the rows of its ``slices``; merge them; write one file for ``slices``."""
+    """What a merge does: read from each of ``inputs``, in order, the rows of its ``slices``, merge them, and write one
+    file for the ``slices`` of the task."""
 
     stage: str
     kind: Kind
@@ -87,7 +94,7 @@ class CompactionTask:
 
     @property
     def drop_deleted(self) -> bool:
-        """A base is the whole of its slices: nothing older is left that a tombstone could still hide."""
+        """Whether tombstones go. A base is all there is of its slices: no older row is left for a tombstone to hide."""
         return self.kind == "base"
 
     @property
@@ -101,19 +108,19 @@ class CompactionTask:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One complete checkpoint. Everything is JSON but ``files``; nothing in it is ever changed in place."""
+    """One complete checkpoint. Every field but ``files`` is JSON. Nothing in it is ever changed in place."""
 
     job_id: str
     flow: str
     fingerprint: Mapping[str, Json]
-    """What each stage's state looks like, to tell whether an edited flow can take it over."""
+    """The layout of each stage's state. It tells whether an edited flow can take the state over."""
     epoch: int
     attempt: int = 0
     routing: Json = None
     sources: Mapping[str, Json] = field(default_factory=dict)
     """``{source id: {"offset": ..., "facts": [...]}}``"""
     clocks: Json = None
-    """Clock and watermarks."""
+    """The clock and the watermarks."""
     files: Mapping[str, tuple[DeltaFile, ...]] = field(default_factory=dict)
     totals: Json = None
 
@@ -148,8 +155,8 @@ class Manifest:
         return manifest_name(self.epoch, self.attempt)
 
     def files_for(self, stage: str, slices: Collection[int]) -> list[DeltaFile]:
-        """What to read for some slices, in order. From each file take the rows of the returned entry's ``slices``
-        only."""
+        """The files to read for some slices, in order. From each file take only the rows of the ``slices`` that its
+        returned entry lists."""
         wanted = frozenset(slices)
         narrowed = (file.only(wanted) for file in self.files.get(stage, ()))
         return [file for file in narrowed if file.slices]
@@ -158,7 +165,7 @@ class Manifest:
         return [file for files in self.files.values() for file in files]
 
     def names(self) -> frozenset[str]:
-        """Every file this checkpoint needs."""
+        """The name of every file that this checkpoint needs."""
         return frozenset(file.name for file in self.all_files())
 
     def advance(
@@ -173,8 +180,8 @@ class Manifest:
         totals: Json = None,
         fingerprint: Mapping[str, Json] | None = None,
     ) -> Manifest:
-        """The checkpoint after this one: new files come last; a base takes its slices over from all before. What is
-        not given stays as it was."""
+        """The checkpoint after this one. New files come last, and a base takes its slices over from all files before
+        it. Arguments that are not given stay as they were."""
         assert epoch > self.epoch, f"a checkpoint at {epoch} after one at {self.epoch}"
         files = dict(self.files)
         for file in new_files:
@@ -192,11 +199,10 @@ class Manifest:
         )
 
     def compacted(self, task: CompactionTask, output: DeltaFile) -> Manifest:
-        """This checkpoint with a finished compaction in place of its inputs.
+        """This checkpoint, with the output of a finished compaction in place of its inputs.
 
-        The task may have been planned on an earlier manifest: files that came since stay behind the output, and
-        slices whose inputs were replaced in the meantime are left alone (the output then simply does not count for
-        them)."""
+        The task may have been planned on an earlier manifest. Files that came since then stay behind the output. The
+        output does not count for slices whose inputs were replaced in the meantime."""
         assert output.stage == task.stage and set(output.slices) <= set(task.slices)
         files = self.files.get(task.stage, ())
         counted = {(file.name, number) for file in files for number in file.slices}
@@ -218,12 +224,12 @@ class Manifest:
 
 
 def manifest_name(epoch: int, attempt: int) -> str:
-    """Sorts by epoch, then attempt."""
+    """The name of a manifest. Names sort by epoch, then by attempt."""
     return f"{MANIFEST_PREFIX}{epoch:012d}-{attempt:06d}.json"
 
 
 def parse_manifest_name(name: str) -> tuple[int, int] | None:
-    """Epoch and attempt, or None when the last part of ``name`` is not a manifest's."""
+    """Epoch and attempt. None: the last part of ``name`` is not the name of a manifest."""
     stem = name.rsplit("/", 1)[-1]
     if not (stem.startswith(MANIFEST_PREFIX) and stem.endswith(".json")):
         return None
@@ -234,7 +240,8 @@ def parse_manifest_name(name: str) -> tuple[int, int] | None:
 
 
 def check_file(file: DeltaFile, data: bytes, path: str) -> None:
-    """The bytes are those the manifest means: another file that is whole in itself would pass its own checksum."""
+    """Check that these bytes are the file that the manifest means. A wrong file that is whole in itself would pass its
+    own checksum."""
     if len(data) != file.bytes or xxhash.xxh3_64_hexdigest(data) != file.checksum:
         raise CorruptData(
             f"State file {path} is not the one that its checkpoint names.",
@@ -251,11 +258,11 @@ def plan_compaction(
     deltas_min: int = 2,
     bytes_max: int = MERGE_BYTES,
 ) -> list[CompactionTask]:
-    """Compactions that are due in one stage's files. Tasks have disjoint slices and may run in any order or in
-    parallel.
+    """The compactions that are due in the files of one stage. No two tasks share a slice, so they may run in any order
+    or in parallel.
 
-    Slices that share their newest file (they live in the same container) are done together, as long as there is no
-    more than ``bytes_max`` to read of them: a merge has it all in memory."""
+    Slices that share their newest file live in the same container, and are merged together. A task reads no more than
+    ``bytes_max``, because a merge has all of it in memory."""
     assert deltas_max >= 2 and deltas_min >= 1
     due: dict[tuple[str, Kind], list[int]] = {}
     reach: dict[tuple[str, Kind], int] = {}
@@ -268,7 +275,7 @@ def plan_compaction(
             reach[group] = min(first, reach.get(group, first))
     tasks = []
     for (name, kind), numbers in due.items():
-        # From one place on for all slices of the task, so that every delta of theirs after it is an input.
+        # The inputs start at the same file for all slices of the task, so that every later delta is an input.
         candidates = [f for f in files[reach[name, kind] :] if kind == "base" or f.kind == "delta"]
         for slices in _portions(sorted(numbers), candidates, bytes_max):
             inputs = tuple(file for file in (f.only(slices) for f in candidates) if file.slices)
@@ -277,7 +284,7 @@ def plan_compaction(
 
 
 def _portions(numbers: Sequence[int], files: Sequence[DeltaFile], bytes_max: int) -> Iterator[frozenset[int]]:
-    """Slices in groups of no more than so many bytes; one that is larger, alone."""
+    """Slices in groups of at most ``bytes_max``. A slice that is larger is a group of its own."""
     sizes = dict.fromkeys(numbers, 0.0)
     for file in files:
         for number in sizes.keys() & set(file.slices):
@@ -294,7 +301,7 @@ def _portions(numbers: Sequence[int], files: Sequence[DeltaFile], bytes_max: int
 
 
 def merge_frames(frames: Sequence[pl.DataFrame], key: Sequence[str], drop_deleted: bool) -> pl.DataFrame:
-    """The last row of each key over frames in order; tombstones stay, unless a base is made."""
+    """The last row of each key, over frames in order. ``drop_deleted``: leave tombstones out, as for a base."""
     assert frames
     alike = all(frame.schema == frames[0].schema for frame in frames)
     whole = pl.concat(frames, how="vertical" if alike else "diagonal_relaxed", rechunk=False)
@@ -305,8 +312,8 @@ def merge_frames(frames: Sequence[pl.DataFrame], key: Sequence[str], drop_delete
 def garbage(
     all_names: Iterable[str], manifests_kept: Iterable[Manifest], *, in_flight: Collection[str] = ()
 ) -> list[str]:
-    """State files that no kept manifest needs. ``in_flight``: names of files written for a checkpoint or compaction
-    that has no manifest yet. Manifests themselves are never listed."""
+    """State files that no kept manifest needs. Manifests themselves are never listed. ``in_flight``: files that were
+    written for a checkpoint or a compaction that has no manifest yet."""
     needed = frozenset(in_flight).union(*(manifest.names() for manifest in manifests_kept))
     return sorted(name for name in all_names if name not in needed and parse_manifest_name(name) is None)
 
@@ -322,7 +329,7 @@ def _appended(files: tuple[DeltaFile, ...], new: DeltaFile) -> tuple[DeltaFile, 
 
 
 def _chains(files: Sequence[DeltaFile]) -> dict[int, list[int]]:
-    """For each slice the positions of the files that count for it, in order."""
+    """For each slice, the positions of the files that count for it, in order."""
     chains: dict[int, list[int]] = {}
     for position, file in enumerate(files):
         for number in file.slices:
@@ -335,7 +342,7 @@ def _chains(files: Sequence[DeltaFile]) -> dict[int, list[int]]:
 def _due(
     files: Sequence[DeltaFile], chain: Sequence[int], deltas_max: int, ratio: float, deltas_min: int
 ) -> tuple[Kind, int] | None:
-    """How to compact one slice and from which file on, or None."""
+    """The kind of compaction that one slice needs, and the position of its first input. None: it needs none."""
     has_base = files[chain[0]].kind == "base"
     deltas = chain[1:] if has_base else chain
     if len(deltas) < deltas_min:

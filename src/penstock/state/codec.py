@@ -4,11 +4,13 @@
 
     magic "PNSK"  | u16 version | u16 reserved | u32 header length | JSON header | Arrow IPC stream (lz4) | u64 XXH3-64
 
-All integers are little-endian. The checksum covers every byte before it: storage that loses or turns a bit is found
-out here, by name, before anything is read from the file. The header carries who wrote what (job, stage, kind, epochs,
-progress ...) and, as ``slices``, where each slice's rows lie: rows are sorted by slice, so that a container takes only
-its own slices. A large file is several record batches, none with a part of a slice; their rows are in the header as
-``batches``. Who wants a few slices decompresses only the batches that they are in.
+All integers are little-endian. The checksum covers every byte before it, and is checked before anything else is read:
+an error of the storage is reported here, with the name of the file.
+
+The header says who wrote what (job, stage, kind, epochs, progress ...). Rows are sorted by slice, and ``slices`` in the
+header says where the rows of each slice lie, so that a container reads only its own slices. A large file has several
+record batches, and no slice is divided between two of them. ``batches`` in the header has the number of rows of each
+batch. A reader that wants a few slices decompresses only the batches that these slices are in.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ _HEAD: Final = struct.Struct("<4sHHI")
 _TAIL: Final = struct.Struct("<Q")
 
 BATCH_ROWS: Final = 1 << 14
-"""A record batch has at least so many rows, but for the last."""
+"""Every record batch but the last has at least this many rows."""
 
 Compression = Literal["lz4", "zstd", "uncompressed"]
 
 
 def sort_by_slice(frame: pl.DataFrame, slicemap: SliceMap) -> tuple[pl.DataFrame, dict[int, list[int]]]:
-    """The frame with its rows in the order of their slices (stable), and ``{slice: [offset, length]}``."""
+    """The frame with its rows in the order of their slices, and where each slice lies: ``{slice: [offset, length]}``.
+    Rows of one slice keep their order."""
     numbers = slicemap.of(frame.get_column(HASH).to_numpy())
     if numbers.size and not bool((numbers[1:] >= numbers[:-1]).all()):
         order = np.argsort(numbers, kind="stable")
@@ -59,8 +62,11 @@ def encode(
     slicemap: SliceMap | None = None,
     compression: Compression = "lz4",
 ) -> bytes:
-    """One file. With ``slicemap`` the rows are sorted by slice and the header gets ``slices`` and ``slices_total``;
-    without, they are as ``slices`` in ``meta`` says, if it does. Of a large file the header gets ``batches``."""
+    """The bytes of one file.
+
+    With ``slicemap``, the rows are sorted by slice, and ``slices`` and ``slices_total`` are added to the header.
+    Without it, ``slices`` in ``meta``, if given, must say how the rows lie. A large file gets ``batches`` in its
+    header."""
     header = dict(meta)
     if slicemap is not None:
         frame, index = sort_by_slice(frame, slicemap)
@@ -83,9 +89,10 @@ def encode(
 
 
 def _cuts(frame: pl.DataFrame, ends: list[int]) -> list[int]:
-    """Rows of each record batch, with cuts at these places alone; none for a file that stays in one piece."""
+    """The number of rows of each record batch. Batches end only at one of ``ends``. Empty: the file stays in one
+    piece."""
     if any(dtype in (pl.Categorical, pl.Enum) for dtype in frame.dtypes):
-        return []  # a dictionary, which every batch needs
+        return []  # every batch would need the dictionary
     rows: list[int] = []
     begin = 0
     for end in ends:
@@ -96,7 +103,7 @@ def _cuts(frame: pl.DataFrame, ends: list[int]) -> list[int]:
 
 
 def _write_batches(out: io.BytesIO, frame: pl.DataFrame, batches: list[int], compression: Compression) -> None:
-    # Not as views: of those, each batch would carry the text of all.
+    # Strings as offsets and bytes: with views, each batch would carry the text of all batches.
     table: Any = frame.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
     options = pa.ipc.IpcWriteOptions(compression=None if compression == "uncompressed" else compression)
     with pa.ipc.new_stream(out, table.schema, options=options) as writer:
@@ -107,25 +114,26 @@ def _write_batches(out: io.BytesIO, frame: pl.DataFrame, batches: list[int], com
 
 
 def decode(data: bytes, path: str, only: Collection[int] | None = None) -> tuple[dict[str, Any], pl.DataFrame]:
-    """Header and rows of a file. ``path`` is for the error only. Raises CorruptData unless every byte is as written.
+    """Header and rows of a file. Raises CorruptData unless every byte is as it was written. ``path`` is for the error.
 
-    ``only``: of these slices all rows, of others some or none; ``slices`` in the header tells what is there.
+    ``only``: the slices that the caller wants. All their rows are there; other rows may be there or not, as ``slices``
+    in the returned header says.
     """
     return Opened(data, path).read(only)
 
 
 class Opened:
-    """A file that was checked, to be read some slices at a time."""
+    """A file whose checksum was checked, to be read a few slices at a time."""
 
     def __init__(self, data: bytes, path: str) -> None:
         self.path = path
         self.meta, start = _check(data, path)
         self._body = memoryview(data)[start : -_TAIL.size]
         self._frame: pl.DataFrame | None = None
-        """All rows of a file in one piece, once they were read."""
+        """All rows of a file that is in one piece, once they were read."""
 
     def read(self, only: Collection[int] | None = None) -> tuple[dict[str, Any], pl.DataFrame]:
-        """As ``decode``."""
+        """Header and rows, as ``decode`` gives them."""
         try:
             if only is not None and "batches" in self.meta:
                 return _read_batches(self.meta, self._body, only)
@@ -139,7 +147,7 @@ class Opened:
         return self.meta, frame
 
     def first(self, slices: Collection[int], rows_max: int) -> list[int]:
-        """Of these slices the first few, with about so many rows in all; of a file in one piece, all."""
+        """The first of these slices, up to about ``rows_max`` rows. All of them if the file is in one piece."""
         if "batches" not in self.meta:
             return sorted(slices)
         chosen: list[int] = []
@@ -153,7 +161,7 @@ class Opened:
 
 
 def _read_batches(meta: dict[str, Any], body: memoryview, only: Collection[int]) -> tuple[dict[str, Any], pl.DataFrame]:
-    """The batches that some slices are in: a message that is not wanted is not decompressed."""
+    """Header and rows of the batches that some slices are in. Other batches are not decompressed."""
     reader = pa.BufferReader(pa.py_buffer(body))
     schema = pa.ipc.read_schema(pa.ipc.read_message(reader))
     index: dict[str, list[int]] = meta["slices"]
@@ -179,17 +187,17 @@ def read_slices(data: bytes, path: str, wanted: Collection[int]) -> pl.DataFrame
 
 
 def decode_header(data: bytes, path: str) -> dict[str, Any]:
-    """The header of a whole file, checked like ``decode``, without reading its rows."""
+    """The header of a file. The whole file is checked, as by ``decode``, but its rows are not read."""
     return _check(data, path)[0]
 
 
 def checksum(data: bytes) -> str:
-    """A name for these exact bytes, kept in manifests."""
+    """The checksum of a file's bytes, as manifests keep it."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def select_slices(meta: Mapping[str, Any], frame: pl.DataFrame, wanted: Collection[int]) -> pl.DataFrame:
-    """The rows of the wanted slices, by the header's index."""
+    """The rows of the wanted slices. ``slices`` in the header says where they are."""
     index: Mapping[str, list[int]] = meta["slices"]
     parts = [frame.slice(*index[str(number)]) for number in sorted(wanted) if str(number) in index]
     if not parts:

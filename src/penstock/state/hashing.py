@@ -47,9 +47,11 @@ NO_COLUMNS_HASH: Final = np.uint64(0x27D4EB2F165667C5)
 NAN_BITS: Final = np.uint64(0x7FF8000000000000)
 
 LONG_BYTES: Final = 128
+"""Longer values are hashed by XXH3."""
 INLINE_BYTES: Final = 12
+"""Values up to this length lie inside the 16-byte views of polars."""
 BLOCK_ROWS: Final = 8192
-"""Work goes in blocks, so that temporaries stay in the cache and are never mapped afresh: several times as fast."""
+"""Rows that are hashed together. Temporaries of this size stay in the cache, which is several times as fast."""
 
 _32: Final = np.uint64(32)
 _33: Final = np.uint64(33)
@@ -142,7 +144,8 @@ def _hash_floats(series: pl.Series) -> U64:
 
 
 def _hash_bytes(series: pl.Series) -> U64:
-    """Most keys have at most 12 bytes, and polars keeps those inside its 16-byte views: nothing to gather for them."""
+    """Hashes of strings or binary values. Most keys have at most 12 bytes, which lie inside the views: there is nothing
+    to gather for them."""
     low, high = _views(series)
     hashes: U64 = np.empty(series.len(), dtype=np.uint64)
     for begin in range(0, hashes.size, BLOCK_ROWS):
@@ -155,7 +158,8 @@ def _hash_bytes(series: pl.Series) -> U64:
 
 
 def _views(series: pl.Series) -> tuple[U64, U64]:
-    """Both halves of the Arrow views: length and the first 4 bytes; the next 8 bytes. Unused bytes are zero."""
+    """Both halves of each Arrow view: the length with the first 4 bytes, and the next 8 bytes. Unused bytes are
+    zero."""
     array: Any = series.rechunk().to_arrow(compat_level=pl.CompatLevel.newest())
     if not len(array):
         return np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.uint64)
@@ -165,7 +169,7 @@ def _views(series: pl.Series) -> tuple[U64, U64]:
 
 
 def _hash_inline(low: U64, high: U64) -> U64:
-    """Hashes of values of at most 12 bytes, from their views (anything for longer ones)."""
+    """Hashes of values of at most 12 bytes, from their views. For longer values the result means nothing."""
     lengths = low & _LENGTH
     hashes: U64 = lengths * K1
     hashes ^= SEED_BYTES
@@ -185,7 +189,7 @@ def _hash_inline(low: U64, high: U64) -> U64:
 
 
 def _hash_gathered(series: pl.Series) -> U64:
-    """The general case: words gathered from the data buffer."""
+    """Hashes of values of any length, from words gathered out of the data buffer."""
     starts, lengths, data = _byte_layout(series)
     words = _Words(data)
     hashes: U64 = np.empty(lengths.size, dtype=np.uint64)
@@ -212,7 +216,8 @@ def _hash_block(words: _Words, data: NDArray[np.uint8], starts: NDArray[np.int64
 def _absorb_words(
     hashes: U64, words: _Words, starts: NDArray[np.int64], lengths: NDArray[np.int64], rows: NDArray[np.intp] | None
 ) -> None:
-    """``rows`` None: all of them. Each turn takes one word of the rows that still have bytes."""
+    """Mix the words of each value into its hash. ``rows``: only these; None: every row. Each turn of the loop takes one
+    word of every row that still has bytes."""
     whole = rows is None
     at = starts if rows is None else starts[rows]
     left = lengths if rows is None else lengths[rows]
@@ -232,6 +237,7 @@ def _absorb_words(
 
 
 def _absorb_long(hashes: U64, data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    """Mix the XXH3 of each long value into its hash."""
     rows = np.flatnonzero(lengths > LONG_BYTES)
     view = data.data
     ends = starts[rows] + lengths[rows]
@@ -245,7 +251,7 @@ def _absorb_long(hashes: U64, data: NDArray[np.uint8], starts: NDArray[np.int64]
 class _Words:
     """Reads 8 bytes at any address out of a byte buffer, for many addresses at once.
 
-    numpy is slow at unaligned reads, so each is made of the two aligned words it lies in."""
+    numpy is slow at unaligned reads, so each read is put together from the two aligned words that it lies in."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         count = data.size // 8 + 2
@@ -254,7 +260,7 @@ class _Words:
         self._words: U64 = padded.view("<u8").astype(np.uint64, copy=False)
 
     def take(self, at: NDArray[np.int64], left: NDArray[np.int64]) -> U64:
-        """The word at each address; bytes past the ``left`` ones are zero."""
+        """The word at each address. Of a word only the first ``left`` bytes count; the others are zero."""
         index = at >> 3
         shift = (at & 7).astype(np.uint64)
         shift <<= np.uint64(3)
@@ -262,7 +268,7 @@ class _Words:
         low >>= shift
         index += 1
         high = self._words.take(index)
-        # x << (64 - shift) in two steps, because a shift by 64 is undefined (it is needed for shift 0).
+        # x << (64 - shift), in two steps: for shift 0 it is a shift by 64, which is undefined.
         high <<= np.uint64(1)
         np.subtract(np.uint64(63), shift, out=shift)
         high <<= shift
@@ -275,7 +281,7 @@ class _Words:
 
 
 def _byte_layout(series: pl.Series) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
-    """Start and length of every value in one byte buffer (nulls have length 0)."""
+    """Start and length of every value, and the byte buffer that they are in. A null has length 0."""
     if series.n_chunks() > 1:
         series = series.rechunk()
     array: Any = series.to_arrow()

@@ -1,10 +1,11 @@
-"""From the hash of a key to its row: open addressing, a whole batch at a time, in as many small indexes as a table has
-parts.
+"""From the hash of a key to its row, for a whole batch of keys at a time.
 
-Each part has a power of two of int32 slots, at most half of them taken, probed along triangular numbers (which visit
-every slot). All lie in one array, so that a batch of keys of every part is still one vector operation. A part that
-needs room is entered anew, alone; how full each may get differs a little, lest all need it in the same epoch. Nothing
-is ever removed but whole parts.
+The index uses open addressing, with one small index for each part of the table. A part has a power of two of int32
+slots, of which at most half are taken. A search visits slots at the distances 1, 3, 6, 10 ..., which reaches every
+slot. The slots of all parts lie in one array, so that a batch with keys of every part is still one vector operation.
+
+A part that needs room is entered anew, alone. Each part has a slightly different limit, so that not all of them need
+room in the same epoch. Entries are never removed singly, only with their whole part.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.state.memory import Blocks, Column, power_of_two
+from penstock.state.memory import Blocks, GrowingArray, power_of_two
 
 Rows = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -27,20 +28,22 @@ _FULL: Final = 0.375 + 0.125 * ((np.arange(PARTS) * 97) % PARTS) / PARTS
 
 
 def part_of(hashes: U64) -> NDArray[np.intp]:
-    """By the highest bits, as slices are: a slice is a few parts, or a piece of one."""
+    """The part of each hash, by its highest bits. Slices go by the same bits: a slice is a few parts, or a piece of
+    one."""
     return (hashes >> _PART_SHIFT).astype(np.intp)
 
 
 class Index:
-    """Slots hold a row's number plus one: memory as the system gives it is an empty index. Slot 0 is always free:
-    parts without keys look there."""
+    """A slot holds the number of a row plus one, so that zeroed memory is an empty index. Slot 0 is always free: a
+    search in a part without keys looks there, and finds nothing."""
 
     def __init__(self) -> None:
-        self._slots = Column(np.int32)
+        self._slots = GrowingArray(np.int32)
         self._blocks = Blocks()
         self._blocks.take(_SLOTS_FIRST)
         self._base: Rows = np.zeros(PARTS, dtype=np.int64)
         self._mask: Rows = np.zeros(PARTS, dtype=np.int64)
+        # By part: its first slot, its number of slots less one, the slots taken, and how many may be taken.
         self.used: Rows = np.zeros(PARTS, dtype=np.int64)
         self._limit: NDArray[np.float64] = np.zeros(PARTS)
 
@@ -48,7 +51,7 @@ class Index:
         return 4 * int((self._mask + 1).sum())
 
     def reserve(self, counts: Rows, stored: U64) -> bool:
-        """Room for so many more rows in each part. True: places that were found before are no longer right."""
+        """Make room for ``counts`` more rows, by part. True: places found before the call are no longer valid."""
         full = np.flatnonzero(self.used + counts > self._limit)
         if not full.size:
             return False
@@ -56,7 +59,7 @@ class Index:
         old = [(int(self._base[p]), int(self._mask[p]) + 1) for p in full.tolist() if self._mask[p]]
         entries = [slots[base : base + size] for base, size in old]
         rows = np.concatenate([np.zeros(0, np.int32), *(e[e > 0] for e in entries)]).astype(np.int64) - 1
-        del slots, entries  # in the way of growing
+        del slots, entries  # the array cannot grow in place while there are views of it
         for base, size in old:
             self._slots.clear(base, base + size)
             self._blocks.give(base, size)
@@ -70,6 +73,7 @@ class Index:
         return True
 
     def drop(self, parts: NDArray[np.intp]) -> None:
+        """Remove all entries of some parts."""
         for p in parts.tolist():
             if self._mask[p]:
                 base, size = int(self._base[p]), int(self._mask[p]) + 1
@@ -79,12 +83,13 @@ class Index:
         self._limit[parts] = 0.0
 
     def rows(self) -> Rows:
-        """Every row in it: for tests."""
+        """Every row in the index, for tests."""
         slots = self._slots.array
         return slots[slots > 0].astype(np.int64) - 1
 
     def walk(self, hashes: U64, stored: U64) -> tuple[Rows, Rows, Rows]:
-        """For each hash the first row of the same hash, or -1 at a free slot; with the place and step reached."""
+        """For each hash the first row with this hash, or -1 if the search ended at a free slot. Also the slot and the
+        step that each search reached."""
         pos, step = self._start(hashes)
         rows = self._slots.array.take(pos).astype(np.int64)
         rows -= 1
@@ -96,7 +101,7 @@ class Index:
         return rows, pos, step
 
     def walk_on(self, hashes: U64, stored: U64, pos: Rows, step: Rows, todo: NDArray[np.intp]) -> Rows:
-        """Go at least one step further for the entries ``todo``. Updates ``pos`` and ``step`` in place."""
+        """Go on with the searches ``todo``, by at least one step. Updates ``pos`` and ``step`` in place."""
         slots = self._slots.array
         out = np.full(todo.size, -1, dtype=np.int64)
         place = np.arange(todo.size)
@@ -119,14 +124,14 @@ class Index:
         return out
 
     def insert(self, rows: Rows, hashes: U64, stored: U64, reached: tuple[Rows, Rows] | None = None) -> bool:
-        """Enter rows whose keys are known to be absent, where there is room for them, from the places on that a walk
-        has reached. True: one met a row of its own hash (equal keys walk the same path, so they would have met)."""
+        """Enter rows whose keys are known to be absent; there must be room for them. ``reached``: slots and steps where
+        ``walk`` ended. True: two of the rows have the same hash. (Equal keys take the same path, so they meet.)"""
         self.used += np.bincount(part_of(hashes), minlength=PARTS)
         return self._enter(rows, hashes, stored, *(reached or self._start(hashes)))
 
     def _enter(self, rows: Rows, hashes: U64, stored: U64, pos: Rows, step: Rows) -> bool:
-        """Rows that want the same slot all write to it; the one that is found there afterwards has it, the others go
-        on."""
+        """Enter rows. Rows that want the same slot all write to it. The one found there afterwards has it, and the
+        others try their next slot."""
         alike = False
         slots = self._slots.array
         entries = rows.astype(np.int32)
@@ -145,10 +150,12 @@ class Index:
         return alike
 
     def _region(self, hashes: U64) -> tuple[Rows, Rows]:
+        """The first slot of the part of each hash, and the number of slots less one."""
         part = part_of(hashes)
         return self._base.take(part), self._mask.take(part)
 
     def _start(self, hashes: U64) -> tuple[Rows, Rows]:
+        """The slot where the search for each hash begins, and its step, 0."""
         base, mask = self._region(hashes)
         mask &= hashes.view(np.int64)
         mask += base

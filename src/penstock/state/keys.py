@@ -1,8 +1,8 @@
-"""The keys of a table, by number: immutable polars chunks that are written once, and written anew when most of what is
-in them has gone.
+"""The keys of a table, by number.
 
-A chunk has room for ``CHUNK`` keys, so nothing that is done to one takes longer when there are more of them. While it
-is being filled it is a few pieces, each more than four times the next.
+Keys are in immutable polars chunks. A chunk is written once, and written anew when most of its keys have gone. It has
+room for ``CHUNK`` keys, so the work on one chunk does not grow with the table. While a chunk is being filled it
+consists of a few pieces, each more than four times as large as the next.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import polars as pl
 from numpy.typing import NDArray
 
 from penstock.frames import alike, frame_of, take
-from penstock.state.memory import Column
+from penstock.state.memory import GrowingArray
 
 Rows = NDArray[np.int64]
 
 CHUNK_BITS: Final = 18
 CHUNK: Final = 1 << CHUNK_BITS
 TIDIED_AT_ONCE: Final = 2
+"""Chunks that one call of ``tidy`` writes anew. One takes some hundredths of a second."""
 _FACTOR: Final = 4
+"""A piece is joined to the one before it unless that is larger by this factor."""
 _SMALL: Final = 4096
+"""A piece with at most this many keys is always joined."""
 
 
 class Keys:
-    """Each key has a number, and knows the row that it belongs to."""
+    """Each key has a number, and for each number the row that has the key is known."""
 
     def __init__(self, schema: pl.Schema) -> None:
         self._schema = schema
@@ -36,7 +39,7 @@ class Keys:
         self._gone: dict[int, int] = {}
         self._open: int | None = None
         self._reusable: list[int] = []
-        self._rows = Column(np.int32)  # of each key, plus one: 0 is nobody's
+        self._rows = GrowingArray(np.int32)  # by key number: the row plus one, or 0 for a key that has gone
         self._list_pieces()
 
     @property
@@ -47,7 +50,7 @@ class Keys:
         return sum(int(piece.estimated_size()) + 4 * piece.height for piece in self._pieces)
 
     def put(self, keys: pl.DataFrame, rows: Rows) -> NDArray[np.int32]:
-        """New keys, each with its row. Their numbers."""
+        """Add keys, each with its row. Returns the numbers of the keys."""
         numbers = []
         begin = 0
         while begin < keys.height:
@@ -64,10 +67,11 @@ class Keys:
         return numbers[0] if len(numbers) == 1 else np.concatenate([np.zeros(0, np.int32), *numbers])
 
     def moved(self, numbers: NDArray[np.int32], rows: Rows) -> None:
-        """Some keys have other rows now."""
+        """Keys that have other rows now."""
         self._rows.array[numbers] = rows + 1
 
     def drop(self, numbers: NDArray[np.int32]) -> None:
+        """Keys that have gone. A chunk goes when all of its keys have."""
         self._rows.array[numbers] = 0
         chunks, counts = np.unique(numbers >> CHUNK_BITS, return_counts=True)
         for chunk, count in zip(chunks.tolist(), counts.tolist(), strict=True):
@@ -77,7 +81,7 @@ class Keys:
         self._list_pieces()
 
     def tidy(self, gone_min: int) -> Iterator[tuple[Rows, NDArray[np.int32]]]:
-        """Write a few chunks anew of which most has gone. Gives rows with the new numbers of their keys."""
+        """Write a few chunks anew of which most keys have gone. Yields rows, with the new numbers of their keys."""
         due = [c for c, gone in self._gone.items() if gone > max(gone_min, sum(p.height for p in self._chunks[c]) // 2)]
         for chunk in due[:TIDIED_AT_ONCE]:
             first = chunk << CHUNK_BITS
@@ -86,13 +90,13 @@ class Keys:
             rows = owners[stay].astype(np.int64) - 1
             keys = self.gather(stay + first)
             owners[:] = 0
-            del owners  # in the way of growing
+            del owners  # the array cannot grow in place while there are views of it
             self._forget(chunk)
             yield rows, self.put(keys, rows)
 
     def gather(self, numbers: NDArray[Any]) -> pl.DataFrame:
-        """The keys of some numbers. By piece, then back into order: polars' own gather from a chunked column takes ten
-        times as long."""
+        """The keys with these numbers. Gathers from each piece, then restores the order: polars' own gather from a
+        column of many chunks takes ten times as long."""
         if not numbers.size:
             return pl.DataFrame(schema=self._schema)
         if len(self._pieces) == 1:
@@ -112,7 +116,8 @@ class Keys:
         return take(pl.concat(parts, rechunk=True), back)
 
     def snapshot(self) -> Keys:
-        """To gather from as they are now, whatever comes after: pieces and the lists of them are never changed."""
+        """The keys as they are now, to gather from later. It costs nothing: pieces, and the lists of pieces, are never
+        changed in place."""
         return copy(self)
 
     def _chunk_with_room(self) -> int:
@@ -152,7 +157,7 @@ def _should_join(older: int, newer: int) -> bool:
 
 
 def same_keys(a: pl.DataFrame, b: pl.DataFrame) -> NDArray[np.bool_]:
-    """Row by row; null equals null and NaN equals NaN."""
+    """Row by row, whether two keys are the same. Null equals null, and NaN equals NaN."""
     pairs = zip(a.get_columns(), b.get_columns(), strict=True)
     masks = [alike(left, right) for left, right in pairs]
     same: NDArray[np.bool_] = masks[0] if len(masks) == 1 else np.logical_and.reduce(masks)
@@ -160,8 +165,8 @@ def same_keys(a: pl.DataFrame, b: pl.DataFrame) -> NDArray[np.bool_]:
 
 
 def detached(frame: pl.DataFrame) -> pl.DataFrame:
-    """One contiguous copy that shares no buffer. Polars strings are views: without this, ten keys taken from a batch
-    would keep the whole batch's text in memory."""
+    """A contiguous copy whose strings share no buffer with the original. Polars strings are views: ten keys taken from
+    a batch would otherwise keep the text of the whole batch in memory."""
     frame = frame.rechunk()
     return frame_of(
         [

@@ -1,8 +1,8 @@
-"""Memory for tables that grow to gigabytes: arrays that need not be copied to grow, and blocks of rows inside them.
+"""Memory for tables that grow to gigabytes: arrays that grow without a copy, and blocks of rows inside the arrays.
 
-A container must not stand still because its state has doubled. Copying 40 million rows into larger arrays takes
-seconds, so large arrays are memory of their own that the system makes longer by moving pages (``mremap``). Where it
-cannot, or where somebody still looks at the array, they are copied like any other.
+A container must not stand still because its state has doubled, and copying 40 million rows into larger arrays takes
+seconds. So a large array has a memory mapping of its own, which the system makes longer by moving pages (``mremap``).
+Where the system cannot do that, or where somebody still holds a view of the array, the array is copied.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 MAPPED_BYTES_MIN: Final = 1 << 20
-"""Smaller arrays are copied: that is faster than to ask the system for anything."""
+"""Arrays below this size are ordinary ones. To copy them is faster than a call to the system."""
 
 _FIRST: Final = 64
 _PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-"""0 where there is no such thing: then every array is an ordinary one. Shared memory, the default, cannot be grown."""
+"""Flags of a private mapping. 0: this system has none, and every array is an ordinary one. (A shared mapping, which is
+Python's default, cannot grow.)"""
 
 
-class Column:
-    """An array that grows. ``array`` is valid until the next ``grow``, and may be longer than was asked for. What was
-    never written to, or was cleared, holds ``fill`` (None for objects)."""
+class GrowingArray:
+    """An array that grows. ``array`` is valid until the next ``grow``, and may be longer than the size asked for. Items
+    that were never written, or were cleared, hold ``fill`` (None for objects)."""
 
     def __init__(self, dtype: Any, fill: Any = 0) -> None:
         self.dtype = np.dtype(dtype)
         self.fill: Any = None if self.dtype.hasobject else np.asarray(fill).astype(self.dtype)[()]
         self.array: Array = self._ordinary(_FIRST)
-        # As memory comes from the system:
+        # Whether the zeros that the system gives are the fill value already.
         self._blank = self.dtype.hasobject or not np.asarray(self.fill).tobytes().strip(b"\0")
         self._size = 0
         self._mapping: mmap.mmap | None = None
 
     def grow(self, size: int) -> None:
-        """To at least ``size`` items."""
+        """Make it at least ``size`` items long."""
         if size > self.array.size:
             self._reserve(max(size, 2 * self.array.size))
         if not self._blank and size > self._size:
@@ -46,13 +47,13 @@ class Column:
         self._size = max(size, self._size)
 
     def clear(self, start: int, stop: int) -> None:
-        """Whole pages are given back to the system where that leaves the right thing."""
+        """Set items to ``fill``. Whole pages go back to the system where its zeros are the fill value."""
         first, last = start, start
         if self._mapping is not None and self._blank:
             item = self.dtype.itemsize
             begin, end = -(-start * item // mmap.PAGESIZE), stop * item // mmap.PAGESIZE
             if end - begin > 1 and mmap.PAGESIZE % item == 0 and hasattr(mmap, "MADV_DONTNEED"):
-                with contextlib.suppress(OSError):  # then it is written over
+                with contextlib.suppress(OSError):  # the pages stay, and are written over below
                     self._mapping.madvise(mmap.MADV_DONTNEED, begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE)
                     first, last = begin * mmap.PAGESIZE // item, end * mmap.PAGESIZE // item
         self.array[start:first] = self.fill
@@ -64,7 +65,7 @@ class Column:
         elif not self._stretch(size):
             try:
                 mapping = mmap.mmap(-1, size * self.dtype.itemsize, flags=_PRIVATE)
-            except OSError:  # too many of them, or no memory: numpy has its own ways, and a clear error
+            except OSError:  # too many mappings, or no memory: numpy has other ways, and a clear error
                 self._move(self._ordinary(size), None)
                 return
             if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -75,11 +76,11 @@ class Column:
     def _stretch(self, size: int) -> bool:
         if self._mapping is None:
             return False
-        self.array = self._ordinary(0)  # our own view would be in the way
+        self.array = self._ordinary(0)  # a mapping with a view cannot be resized: ours goes first
         try:
             self._mapping.resize(size * self.dtype.itemsize)
             stretched = True
-        except (BufferError, SystemError, OSError):  # somebody else's view; no mremap here; no memory in one piece
+        except (BufferError, SystemError, OSError):  # another view; no mremap; no memory in one piece
             stretched = False
         self.array = np.frombuffer(self._mapping, dtype=self.dtype)
         return stretched
@@ -93,7 +94,8 @@ class Column:
 
 
 class Blocks:
-    """Gives out blocks of a growing range and takes them back: powers of two, each at a multiple of its size."""
+    """Gives out blocks of a growing range of rows, and takes them back. The size of a block is a power of two, and a
+    block starts at a multiple of its size."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -104,7 +106,7 @@ class Blocks:
         free = self._free.get(size)
         if free:
             return free.pop()
-        while self.end % size:  # what is skipped to begin at a multiple is free for smaller ones
+        while self.end % size:  # the rows skipped to reach a multiple become smaller free blocks
             piece = self.end & -self.end
             self.give(self.end, piece)
             self.end += piece
@@ -113,19 +115,20 @@ class Blocks:
         return start
 
     def give(self, start: int, size: int) -> None:
+        """Take a block back."""
         self._free.setdefault(size, []).append(start)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest that is not below ``n``."""
+    """The smallest power of two that is not below ``n``."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def spans(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All numbers of the spans, one after the other."""
+    """All numbers of the spans, one span after the other."""
     total = int(lengths.sum())
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(total, dtype=np.int64)
 
 
-__all__ = ["Blocks", "Column", "power_of_two", "spans"]
+__all__ = ["Blocks", "GrowingArray", "power_of_two", "spans"]

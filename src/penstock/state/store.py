@@ -1,9 +1,8 @@
-"""Where checkpoints are kept: a flat space of names with whole values.
+"""Where checkpoints are kept: names, each with a whole value.
 
-The protocol is small on purpose, so that a directory, an object store or a dictionary can all be one. What every store
-must give: ``put`` is atomic (a reader sees the old value, the new one, or none, and never a part), and
-``put_if_absent`` lets exactly one writer win. Real stores live in ``connectors/store.py``; here are the two that tests
-need.
+The protocol is small on purpose, so that a directory, an object store and a dictionary can all be a store. Every store
+must promise two things. ``put`` is atomic: a reader sees the old value, the new value or none, and never a part of one.
+``put_if_absent`` lets exactly one writer win. Real stores are in ``connectors/store.py``. Here are the two for tests.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ class Store(Protocol):
         """Write or replace, atomically and durably."""
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write unless the name exists. False: it does, and nothing changed."""
+        """Write unless the name exists. False: the name exists, and nothing changed."""
 
     def get(self, name: str) -> bytes:
-        """The value, or FileNotFoundError."""
+        """The value. Raises FileNotFoundError if there is none."""
 
     def exists(self, name: str) -> bool: ...
 
@@ -31,11 +30,11 @@ class Store(Protocol):
         """Every name that begins with ``prefix``, sorted."""
 
     def delete(self, name: str) -> None:
-        """Remove. A name that is not there is no error: deletion is often tried twice."""
+        """Remove a name. A name that does not exist is no error, because deletion is often tried twice."""
 
 
 class MemoryStore:
-    """A dictionary."""
+    """A store in a dictionary."""
 
     def __init__(self) -> None:
         self.items: dict[str, bytes] = {}
@@ -44,7 +43,7 @@ class MemoryStore:
         self.items[name] = bytes(data)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        kept = bytes(bytearray(data))  # an object of its own, or who came second with the same one would win too
+        kept = bytes(bytearray(data))  # a new object: two writers with the same object must not both win
         return self.items.setdefault(name, kept) is kept
 
     def get(self, name: str) -> bytes:
@@ -64,9 +63,11 @@ class MemoryStore:
 
 
 class FailingStore:
-    """Passes everything on to ``inner``, but its ``fail_at``-th write (``put``, ``put_if_absent`` or ``delete``,
-    counted from 1) and all later ones raise OSError: what a full or vanished disk looks like. ``once``: later ones
-    work again. ``after``: the failing write takes effect before the error, as when only the acknowledgement is lost."""
+    """Passes every call on to ``inner`` until a write fails, as on a disk that is full or has gone.
+
+    Write number ``fail_at`` (``put``, ``put_if_absent`` and ``delete``, counted from 1) raises OSError, and so does
+    every later write. ``once``: later writes work again. ``after``: a failing write takes effect before its error, as
+    when only the acknowledgement is lost."""
 
     def __init__(self, inner: Store, fail_at: int, *, once: bool = False, after: bool = False) -> None:
         self.inner = inner

@@ -1,34 +1,37 @@
 """The keyed state of a stage: one columnar table for all the slices that a container holds.
 
-Why one table and not one per slice: an epoch touches keys of every slice, and hundreds of small tables would cost
-hundreds of small vector operations. Here the number of slices costs nothing; a slice is only a predicate on the hash,
-used when slices move. Every operation of an epoch is O(keys touched), never O(state).
+Why one table, and not one for each slice: an epoch touches keys of every slice, and hundreds of small tables would
+cost hundreds of small vector operations. Here the number of slices costs nothing. The table asks a
+:class:`~penstock.state.slicemap.SliceMap` which rows belong to a slice, and only when slices move. Every operation of
+an epoch takes time in proportion to the keys it touches, never to the size of the state.
 
-How it is laid out: *rows* are numbered; keys are immutable polars chunks (:class:`Keys`), values are growable numpy
-arrays, and an open-addressing index maps the 64-bit hash to the row (:class:`Index`). Keys are compared after the
-hash, so a true collision of hashes is still exact. Deleting only clears a row's ``live`` bit: the row stays indexed,
-so that an undo or a return of the key finds it; dead rows are swept out when they outnumber the live ones.
+**Rows.** Rows are numbered. Keys are immutable polars chunks (:class:`Keys`), values are numpy arrays that grow, and
+an open-addressing index leads from the 64-bit hash to the row (:class:`Index`). The keys themselves are compared after
+their hashes, so two keys with the same hash stay two keys. To delete a row only clears its ``live`` bit: the row stays
+in the index, so that an undo, or the key if it comes back, finds it. Dead rows are swept out when they outnumber the
+live ones.
 
-Parts: rows are given out in blocks, and each block belongs to one of 256 *parts*, by the highest bits of the hash. So
-whatever cannot be done row by row (making room in the index, sweeping, bringing and removing slices) is done part by
-part: it takes as long as a part is large, however large the table. A batch knows nothing of it.
+**Parts.** Rows are given out in blocks, and each block belongs to one of 256 *parts*, by the highest bits of the hash.
+Work that cannot be done row by row is done part by part: making room in the index, sweeping, bringing and removing
+slices. Such work takes as long as a part is large, however large the table is. Operators know nothing of parts.
 
-Fragments: rows touched since the last seal form the *active fragment*. Its log keeps what each first touch replaced.
-``seal(epoch)`` ends it, hands out a copy of what changed (to be encoded in the background), and starts the next one;
-``undo_to`` replays logs backwards; ``release`` forgets logs once a checkpoint is complete.
+**Fragments.** Rows touched since the last seal form the *active fragment*. Its log keeps the values that the first
+touch of each row replaced. ``seal(epoch)`` ends the fragment, hands out a copy of the changes, which is encoded in the
+background, and starts the next fragment. ``undo_to`` replays logs backwards. ``release`` forgets logs once a checkpoint
+is complete.
 
-``load`` and ``drop_slices`` bring and remove whole slices. They are not recorded: a loaded key counts as having always
-had its loaded value, and a dropped one as never having been here, at every epoch that can be undone to. A caller that
-undoes to an epoch before a load must therefore drop the loaded slices and load them again; it knows, for it keeps
-slice versions.
+**Slices that come and go.** ``load`` and ``drop_slices`` bring and remove whole slices, and are not recorded. At every
+epoch that the table can be undone to, a loaded key counts as having had its loaded value, and a dropped key as never
+having been there. So a caller that undoes to an epoch before a load must drop the loaded slices and load them again.
+It knows which, because it keeps the versions of its slices.
 
-``bring`` is ``load`` put off (:class:`Waiting`): a key that was brought is taken in when it is asked for, which nobody
-can tell from its having been loaded at once. Whoever wants to see every row wakes them all.
+``bring`` does the same as ``load``, later (:class:`WaitingRows`): a key that was brought is entered when somebody asks
+for it, and nobody can tell the difference. Methods that look at every row enter all waiting rows first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -40,9 +43,9 @@ from penstock.frames import frame_of, pick, rows_where, stacked, take
 from penstock.state.hashing import hashable
 from penstock.state.index import PARTS, Index, part_of
 from penstock.state.keys import Keys, same_keys
-from penstock.state.memory import Blocks, Column, power_of_two, spans
+from penstock.state.memory import Blocks, GrowingArray, power_of_two, spans
 from penstock.state.slicemap import SliceMap
-from penstock.state.waiting import Waiting
+from penstock.state.waiting import WaitingRows
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -56,13 +59,14 @@ _ROWS_MAX: Final = 2**31 - 1
 _BLOCK_ROWS_MIN: Final = 8
 _BLOCK_ROWS_MAX: Final = 1 << 14
 _SWEPT_AT_ONCE: Final = 1 << 18
-"""Rows that a sweep looks at: what is left waits for the next one."""
+"""Rows that one sweep looks at. Other dead rows wait for the next sweep."""
 _WOKEN_AT_ONCE: Final = 1 << 18
-"""Rows that were brought and are taken in together."""
+"""Waiting rows that are entered together."""
 
 
 class ObjectCodec(Protocol):
-    """Turns the Python objects of a column into bytes and back. Never sees None, which stands for "absent"."""
+    """Turns the Python objects of a column into bytes and back. It never gets None, which stands for an absent
+    value."""
 
     def encode(self, value: Any, /) -> bytes: ...
 
@@ -79,14 +83,14 @@ class ValueType:
 
 
 def numeric(dtype: Any, fill: Any = 0) -> ValueType:
-    """A column of numpy values; ``fill`` is what a new key starts from."""
+    """A column of numpy values. A new key starts with ``fill``."""
     resolved = np.dtype(dtype)
     assert not resolved.hasobject, "objects need a codec: use objects(codec)"
     return ValueType(resolved, np.asarray(fill).astype(resolved)[()])
 
 
 def objects(codec: ObjectCodec) -> ValueType:
-    """A column of Python objects (None: absent), encoded by ``codec`` in fragments and undo logs."""
+    """A column of Python objects, where None stands for an absent value. Fragments and undo logs hold them encoded."""
     return ValueType(np.dtype(object), None, codec)
 
 
@@ -104,7 +108,7 @@ class TableSpec:
         assert all(hashable(t) for t in self.key.dtypes()), f"not all of these can be keys: {self.key}"
 
     def frame_schema(self) -> pl.Schema:
-        """Columns of fragments and exports: hash, keys, values (objects as Binary), deleted."""
+        """The columns of fragments and exports: hash, keys, values (objects as Binary), deleted."""
         schema: dict[str, Any] = {HASH: pl.UInt64(), **self.key}
         for name, kind in self.values.items():
             schema[name] = pl.Binary() if kind.codec else pl.Series(np.empty(0, dtype=kind.dtype)).dtype
@@ -114,10 +118,10 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What changed in ``(epoch_from, epoch_to]``: a private copy, safe to read in another thread.
+    """What changed after ``epoch_from``, up to ``epoch_to``: a private copy, safe to read in another thread.
 
-    Of the keys it is only said where they are. They never change, so to copy them, about a third of the work, is left
-    to whoever reads the fragment.
+    It has only the numbers of the keys. Keys never change, so copying them, about a third of the work, is left to the
+    reader of the fragment.
     """
 
     spec: TableSpec
@@ -134,14 +138,16 @@ class Fragment:
         return int(self.hashes.size)
 
     def frame(self) -> pl.DataFrame:
-        """Hash, keys, values and the deleted flag, in ``spec.frame_schema()``. Deleted rows have fill values."""
+        """The changes in the columns of ``spec.frame_schema()``. Deleted rows have fill values."""
         keys = self.kept_keys.gather(self.key_numbers)
         return _build_frame(self.spec, self.hashes, keys, self.values, self.deleted)
 
 
 class KeyedTable:
-    """Keyed state of many slices. One writer; row numbers hold until ``seal``, ``undo_to``, ``release``, ``load``,
-    ``drop_slices`` or ``reset``; arrays of columns until the next call that looks for keys or rows."""
+    """Keyed state of many slices, for one writer.
+
+    Row numbers are valid until ``seal``, ``undo_to``, ``release``, ``load``, ``drop_slices`` or ``reset`` is called,
+    and arrays of columns until the next call that looks for keys or rows."""
 
     def __init__(self, spec: TableSpec, base_epoch: int = 0, *, sweep_rows_min: int = 4096) -> None:
         self.spec = spec
@@ -150,19 +156,19 @@ class KeyedTable:
         self.reset(base_epoch)
 
     def reset(self, epoch: int) -> None:
-        """Empty, as sealed at ``epoch``."""
-        self._hash = Column(np.uint64)
-        self._live = Column(np.bool_)
-        # mark[row] is the position of the row's last first-touch, counted over the table's whole life: a row is in the
-        # active fragment exactly when its mark is at or after _active_start. So a new fragment needs no clearing.
-        # They begin at 1: 0 is "never", as memory comes from the system.
-        self._mark = Column(np.int64)
-        self._key = Column(np.int32)
-        self._values = {name: Column(kind.dtype, kind.fill) for name, kind in self.spec.values.items()}
+        """Make the table empty, as though it was sealed at ``epoch``."""
+        self._hash = GrowingArray(np.uint64)
+        self._live = GrowingArray(np.bool_)
+        # mark[row] is the position of the row's last first touch, counted over the whole life of the table. A row is in
+        # the active fragment exactly when its mark is at or after _active_start, so a new fragment clears nothing.
+        # Marks begin at 1, because memory from the system is zero, which means "never".
+        self._mark = GrowingArray(np.int64)
+        self._key = GrowingArray(np.int32)
+        self._values = {name: GrowingArray(kind.dtype, kind.fill) for name, kind in self.spec.values.items()}
         self._keys = Keys(self.spec.key)
         self._index = Index()
         self._scratch: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
-        # By part: its blocks, the next row and how many follow it, rows given out, and those of them that are live.
+        # By part: its blocks, its next free row, the free rows from there on, its rows in use, and its live rows.
         self._blocks = Blocks()
         self._blocks_of: dict[int, list[tuple[int, int]]] = {}
         self._next: Rows = np.zeros(PARTS, dtype=np.int64)
@@ -176,33 +182,34 @@ class KeyedTable:
         self._active = _Log()
         self._encoded: _Encoded | None = None
         self._object_bytes_mean = 64.0
-        self._waiting: list[Waiting] = []
+        self._waiting: list[WaitingRows] = []
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def rows_live(self) -> int:
+        """Number of live rows, waiting ones included."""
         return int(self._alive.sum()) + self.rows_waiting
 
     @property
     def rows_waiting(self) -> int:
-        """Of the live ones, those that were brought and not yet taken in."""
+        """Number of live rows that were brought and not entered yet."""
         return sum(waiting.rows for waiting in self._waiting)
 
     @property
     def waits(self) -> bool:
-        """Whether ``wake`` has anything to do."""
+        """Whether ``wake`` has something to do."""
         return bool(self._waiting)
 
     @property
     def rows_held(self) -> int:
-        """Live ones and dead ones that were not swept out yet."""
+        """Number of rows in use: live ones, and dead ones that were not swept out yet."""
         return int(self._given.sum())
 
     @property
     def nbytes(self) -> int:
-        """An estimate of the memory held: arrays, index, keys, undo logs; objects by the mean of their encoded
-        sizes."""
+        """An estimate of the memory held by arrays, index, keys and undo logs. Objects count by the mean of their
+        encoded sizes."""
         held = self.rows_held * sum(int(column.dtype.itemsize) for column in self._every_column())
         held += self._index.nbytes() + self._keys.nbytes()
         held += int(len(self._objects) * int(self._alive.sum()) * self._object_bytes_mean)
@@ -210,12 +217,14 @@ class KeyedTable:
         return held + sum(log.nbytes() for log in [*self._sealed, self._active])
 
     def column(self, name: str) -> Array:
-        """The live array of a column, indexed by row. Valid until the next call that adds rows, as any may that looks
-        for keys; touch before writing. Rows that are not live hold the fill value, and rows that wait are not in it."""
+        """The array of a column, by row number, to read and write. Call ``touch`` before writing.
+
+        It is valid until the next call that looks for keys, because such a call may add rows. Rows that are not live
+        hold the fill value. Waiting rows are not in it."""
         return self._values[name].array[: self._blocks.end]
 
     def live_rows(self) -> Rows:
-        """Every live row: O(state)."""
+        """Every live row. Takes time in proportion to the state."""
         self.wake()
         return np.flatnonzero(self._live.array[: self._blocks.end]).astype(np.int64, copy=False)
 
@@ -226,13 +235,13 @@ class KeyedTable:
         return self._hash.array[rows]
 
     def live_hashes(self) -> U64:
-        """Of every live row, those that wait included: O(state)."""
+        """The hash of every live row, waiting ones included. Takes time in proportion to the state."""
         here = self._hash.array[: self._blocks.end][self._live.array[: self._blocks.end]]
         return np.concatenate([here, *(waiting.live_hashes() for waiting in self._waiting)])
 
     def find(self, hashes: U64, keys: pl.DataFrame) -> Rows:
-        """The row of each key, -1 where it is absent. Touches nothing."""
-        self._call(hashes)
+        """The row of each key, or -1 for an absent key. Touches nothing."""
+        self._wake_for(hashes)
         rows, _, _ = self._probe(hashes, self._conform(keys))
         rows[~self._live.array[rows]] = -1  # -1 itself reads some row and stays -1 either way
         return rows
@@ -244,10 +253,10 @@ class KeyedTable:
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def upsert(self, hashes: U64, keys: pl.DataFrame) -> tuple[Rows, Mask]:
-        """The row of each key, made where absent (with fill values), and which were made. Touches the rows.
+        """The row of each key, and which rows are new. An absent key gets a row with fill values. Touches the rows.
 
-        Keys are unique within a call."""
-        self._call(hashes)
+        No key may come twice in one call."""
+        self._wake_for(hashes)
         rows, _ = self._find_or_append(hashes, self._conform(keys))
         assert self.distinct(rows).size == rows.size, "upsert: the same key twice in one call"
         is_new = ~self._live.array.take(rows)
@@ -257,27 +266,27 @@ class KeyedTable:
         return rows, is_new
 
     def touch(self, rows: Rows) -> None:
-        """Must precede an in-place write: marks the rows as changed and keeps what they were. Repeats do no harm."""
+        """Call it before writing to rows: it marks them as changed, and keeps what they were. Repeats do no harm."""
         assert bool(self._live.array[rows].all()), "touch: a row is not live"
         self._touch_distinct(self.distinct(rows))
 
     def delete(self, rows: Rows) -> None:
-        """Remove live rows. Their keys may come back later, as new."""
+        """Remove live rows. Their keys may come back later, as new keys."""
         rows = self.distinct(rows)
         assert bool(self._live.array[rows].all()), "delete: a row is not live"
         self._touch_distinct(rows)
-        self._bury(rows)
+        self._make_dead(rows)
 
     # ---- fragments -------------------------------------------------------------------------------------------------
 
     def seal(self, epoch: int) -> Fragment:
-        """End the active fragment at ``epoch`` and return a copy of what it changed. O(rows touched)."""
+        """End the active fragment at ``epoch``, and return a copy of its changes."""
         last = self.epochs()[-1]
         assert epoch > last, f"seal({epoch}) after {last}"
         log = self._active
         log.settle()
         log.epoch = epoch
-        # Positions in the log again without gaps, so that _Encoded can be looked up by mark.
+        # Number the log without gaps, so that encoded objects can be looked up by mark.
         self._mark.array[log.rows] = np.arange(self._active_start, self._active_start + log.rows.size, dtype=np.int64)
         self._marks_given = self._active_start + log.rows.size
         encoded = {name: self._encode(name, log.rows) for name in self._objects}
@@ -289,8 +298,8 @@ class KeyedTable:
         return fragment
 
     def changes(self, since: int) -> Fragment:
-        """All that changed between the seal at ``since`` and the last seal, as one fragment: what several merged
-        fragments would give, for a checkpoint that covers many epochs. Only right after a seal."""
+        """All changes between the seal at ``since`` and the last seal, as one fragment, for a checkpoint that covers
+        many epochs. Equal to the merged fragments of these epochs. To be called right after a seal."""
         assert not self._active.count(), "changes: the active fragment is not sealed"
         epochs = self.epochs()
         logs = self._sealed[epochs.index(since) :]
@@ -302,8 +311,8 @@ class KeyedTable:
         return self._copy_changes(rows, was_live, encoded, since, epochs[-1])
 
     def undo_to(self, epoch: int) -> bool:
-        """Return exactly to the state right after the seal at ``epoch``. False: that is no longer (or not yet)
-        known."""
+        """Return exactly to the state right after the seal at ``epoch``. False: the table does not know that state any
+        more, or not yet, and nothing changed."""
         if epoch not in self.epochs():
             return False
         undone = [log for log in self._sealed if log.epoch > epoch]
@@ -317,7 +326,7 @@ class KeyedTable:
         return True
 
     def release(self, epoch: int) -> None:
-        """A checkpoint at ``epoch`` is complete: forget how to undo fragments sealed at or before it."""
+        """A checkpoint at ``epoch`` is complete: forget how to undo the fragments sealed up to it."""
         covered = [log for log in self._sealed if log.epoch <= epoch]
         if covered:
             self._base_epoch = covered[-1].epoch
@@ -340,8 +349,8 @@ class KeyedTable:
         return _build_frame(self.spec, self._hash.array[rows], self.keys(rows), values, deleted)
 
     def unreleased(self, slices: Collection[int], slicemap: SliceMap) -> pl.DataFrame:
-        """What changed in some slices since the last release, as a fragment's columns: all that somebody who has them
-        as they were then still lacks. O(rows touched since)."""
+        """What changed in some slices since the last release, in the columns of a fragment. A container that has the
+        slices as they were at the release is up to date once it has merged these rows."""
         logs = [log for log in [*self._sealed, self._active] if log.count()]
         for log in logs:
             log.settle()
@@ -354,8 +363,8 @@ class KeyedTable:
         return self._copy_changes(rows, was_live, encoded, self._base_epoch, self._base_epoch).frame()
 
     def merge(self, frame: pl.DataFrame) -> None:
-        """Apply what ``unreleased`` gave elsewhere. Recorded: it belongs to the active fragment, can be undone, and is
-        in the next seal."""
+        """Apply rows that ``unreleased`` of another table gave. Unlike a load it is recorded: the changes belong to the
+        active fragment, can be undone, and are in the next seal."""
         gone = frame.filter(pl.col(DELETED))
         if gone.height:
             rows = self.find(gone.get_column(HASH).to_numpy(), gone)
@@ -367,53 +376,54 @@ class KeyedTable:
                 self._values[name].array[rows] = _decode_column(there, name, kind)
 
     def drop_slices(self, slices: Collection[int], slicemap: SliceMap) -> None:
-        """Forget some slices altogether: rows, marks and undo information."""
+        """Forget some slices altogether: their rows, marks and undo logs."""
         for waiting in self._waiting:
             waiting.drop(slices, slicemap)
         whole, pieces = _parts_of_slices(slices, slicemap)
         cut = self._rows_of(pieces)
         cut = cut[slicemap.mask(self._hash.array[cut], slices)]
-        self._bury(cut[self._live.array[cut]])
+        self._make_dead(cut[self._live.array[cut]])
         rows = self._rows_of(whole)
         self._forget_history(np.concatenate([cut, rows]))
         self._drop_parts(whole, rows)
         self._sweep_if_due()
 
     def load(self, frame: pl.DataFrame) -> None:
-        """Apply a snapshot or delta frame: later rows win, deleted ones vanish. Not recorded and not dirty."""
-        self._call(frame.get_column(HASH).to_numpy())
-        self._take_in(frame)
+        """Apply a base or a delta: later rows win, and deleted keys vanish. It is not recorded, and no row counts as
+        changed."""
+        self._wake_for(frame.get_column(HASH).to_numpy())
+        self._enter(frame)
         self._sweep_if_due()
 
     def bring(self, frames: Sequence[pl.DataFrame]) -> None:
-        """As to load these one after the other, of slices that nothing is held of; but a row is taken in when it is
-        asked for, or by ``wake``."""
+        """The same as to load these frames one after the other, but each row is entered when somebody asks for it, or
+        by ``wake``. The table must hold nothing of their slices."""
         if any(frame.height for frame in frames):
-            self._waiting.append(Waiting(frames, HASH, DELETED))
+            self._waiting.append(WaitingRows(frames, HASH, DELETED))
 
     def wake(self, count: int | None = None) -> None:
-        """Take in about so many of the rows that are waiting, or all. Row numbers hold."""
+        """Enter about ``count`` of the waiting rows; None: all of them. Row numbers stay valid."""
         while self._waiting and (count is None or count > 0):
             frame = self._waiting[0].take_some(_WOKEN_AT_ONCE if count is None else min(count, _WOKEN_AT_ONCE))
             if frame is None:
                 del self._waiting[0]
                 continue
-            self._take_in(frame)
+            self._enter(frame)
             count = None if count is None else count - frame.height
 
-    def _call(self, hashes: U64) -> None:
-        """Those of these hashes that are waiting are wanted now."""
+    def _wake_for(self, hashes: U64) -> None:
+        """Enter the waiting rows that have one of these hashes."""
         found = [frame for waiting in self._waiting if (frame := waiting.take(hashes)) is not None]
-        if found:  # together: what was brought at different times has no key in common
-            self._take_in(stacked(found))
+        if found:  # together: frames brought at different times have no key in common
+            self._enter(stacked(found))
 
-    def _take_in(self, frame: pl.DataFrame) -> None:
-        """Enter rows, and move none: whoever has row numbers keeps them."""
+    def _enter(self, frame: pl.DataFrame) -> None:
+        """Enter rows that were loaded or brought. No row moves, so row numbers stay valid."""
         frame = self._last_of_each_key(frame)
         gone = frame.get_column(DELETED).to_numpy()
         if gone.any():
             rows = self._index_rows(rows_where(frame, gone))
-            self._bury(rows[self._live.array[rows]])
+            self._make_dead(rows[self._live.array[rows]])
             self._forget_history(rows)
             frame = rows_where(frame, ~gone)
         hashes = frame.get_column(HASH).to_numpy()
@@ -427,7 +437,7 @@ class KeyedTable:
     # ---- for tests -------------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check every invariant: O(state), for tests and simulation."""
+        """Check every invariant, for tests and the simulator. Takes time in proportion to the state."""
         every = self._rows_of(np.arange(PARTS))
         hashes = self._hash.array[every]
         alive = self._live.array[every]
@@ -454,16 +464,18 @@ class KeyedTable:
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _conform(self, keys: pl.DataFrame) -> pl.DataFrame:
+        """The key columns of a frame, in the order and with the types of the table."""
         names = self.spec.key.names()
         if keys.columns != names:
             keys = pick(keys, names)
         return keys if keys.schema == self.spec.key else keys.cast(self.spec.key)
 
     def distinct(self, rows: Rows) -> Rows:
-        """``rows`` without repeats, without sorting: each writes its position, the one still there afterwards stays."""
+        """``rows`` without repeats. Faster than sorting: each row writes its position to a cell, and the last writer
+        stays."""
         if rows.size < 2:
             return rows
-        if self._scratch.size < self._blocks.end:  # one cell for each row; its contents mean nothing
+        if self._scratch.size < self._blocks.end:  # one cell for each row, whatever it holds
             self._scratch = np.zeros(max(self._blocks.end, 2 * self._scratch.size), dtype=np.int32)
         scratch = self._scratch
         place = np.arange(rows.size, dtype=np.int32)
@@ -472,7 +484,8 @@ class KeyedTable:
         return rows if stays.all() else rows[stays]
 
     def _probe(self, hashes: U64, keys: pl.DataFrame) -> tuple[Rows, Rows, Rows]:
-        """The row of each key, dead rows included, or -1 with the free slot (and probe step) where it belongs."""
+        """The row of each key, dead rows included, or -1. Also the slot of the index, and the step, that each search
+        reached: there an absent key is to be entered."""
         assert hashes.size == keys.height
         rows, pos, step = self._index.walk(hashes, self._hash.array)
         suspects = None if rows.size and int(rows.min()) >= 0 else np.flatnonzero(rows >= 0)
@@ -489,12 +502,12 @@ class KeyedTable:
         return rows, pos, step
 
     def _index_rows(self, frame: pl.DataFrame) -> Rows:
-        """Rows of keys that are indexed, live or dead."""
+        """The rows of those keys that the index has, live or dead."""
         rows, _, _ = self._probe(frame.get_column(HASH).to_numpy(), self._conform(frame))
         return rows[rows >= 0]
 
     def _find_or_append(self, hashes: U64, keys: pl.DataFrame) -> tuple[Rows, Mask]:
-        """The row of each key, and which had one; the others get a row that is not live yet and in no log."""
+        """The row of each key, and which keys had one. Other keys get a row that is not live yet, and in no log."""
         rows, pos, step = self._probe(hashes, keys)
         known = rows >= 0
         absent = np.flatnonzero(~known)
@@ -515,7 +528,7 @@ class KeyedTable:
         return rows, known
 
     def _append(self, hashes: U64, counts: Rows) -> Rows:
-        """New rows, not live yet, of keys with these hashes: so many in each part."""
+        """New rows, not live yet, for keys with these hashes. ``counts``: their number by part."""
         short = np.flatnonzero(counts > self._room)
         easy = np.flatnonzero((counts > 0) & (counts <= self._room))
         parts, starts, lengths = easy, self._next[easy], counts[easy]
@@ -535,7 +548,8 @@ class KeyedTable:
         return rows
 
     def _take_rows(self, part: int, count: int) -> list[tuple[int, int]]:
-        """Starts and lengths of the next ``count`` rows of a part, in new blocks where its last one is full."""
+        """Starts and lengths of the next ``count`` free rows of a part. Takes new blocks when its last block is
+        full."""
         taken = [(int(self._next[part]), int(self._room[part]))] if self._room[part] else []
         count -= int(self._room[part])
         while count:
@@ -552,11 +566,11 @@ class KeyedTable:
             self._next[part], self._room[part] = start + used, size - used
         return taken
 
-    def _every_column(self) -> list[Column]:
+    def _every_column(self) -> list[GrowingArray]:
         return [self._hash, self._live, self._mark, self._key, *self._values.values()]
 
     def _rows_of(self, parts: NDArray[np.intp]) -> Rows:
-        """All rows of some parts, dead ones too."""
+        """All rows of some parts, dead ones included."""
         starts, lengths = [], []
         for p in filter(self._blocks_of.__contains__, parts.tolist()):
             starts += [start for start, _ in self._blocks_of[p]]
@@ -565,7 +579,7 @@ class KeyedTable:
         return spans(np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64))
 
     def _drop_parts(self, parts: NDArray[np.intp], rows: Rows) -> None:
-        """All their rows and blocks."""
+        """Forget some parts: their keys, blocks and index. ``rows``: all rows in them whose keys go."""
         self._keys.drop(self._key.array[rows])
         self._index.drop(parts)
         for p in parts.tolist():
@@ -577,10 +591,12 @@ class KeyedTable:
             counted[parts] = 0
 
     def _count_live(self, hashes: U64, sign: int) -> None:
+        """Rows with these hashes have become live (``sign`` 1) or dead (-1)."""
         if hashes.size:
             self._alive += sign * np.bincount(part_of(hashes), minlength=PARTS)
 
     def _touch_distinct(self, rows: Rows) -> None:
+        """Log what distinct rows were, where this fragment has not touched them yet."""
         marks = self._mark.array.take(rows)
         first = rows[marks < self._active_start] if marks.size and int(marks.max()) >= self._active_start else rows
         if not first.size:
@@ -593,7 +609,7 @@ class KeyedTable:
         self._marks_given += first.size
 
     def _encode(self, name: str, rows: Rows) -> list[bytes | None]:
-        """Objects of some rows as bytes. A row unchanged since the last seal was encoded there already."""
+        """The objects of some rows as bytes. The last seal has encoded the rows that have not changed since."""
         codec = self.spec.values[name].codec
         assert codec is not None
         values = self._values[name].array[rows].tolist()
@@ -614,8 +630,9 @@ class KeyedTable:
     def _copy_changes(
         self, rows: Rows, was_live: Mask, encoded: Mapping[str, list[bytes | None]], epoch_from: int, epoch_to: int
     ) -> Fragment:
+        """The rows as they are now, as a fragment."""
         live = self._live.array.take(rows)
-        seen = was_live | live  # a key that came and went within the fragment concerns nobody
+        seen = was_live | live  # a key that came and went within the fragment is left out
         keep = None if seen.all() else np.flatnonzero(seen)
         kept = rows if keep is None else rows[keep]
         values: dict[str, Array | list[bytes | None]] = {}
@@ -636,14 +653,16 @@ class KeyedTable:
         self._active = _Log()
         self._active_start = self._marks_given
 
-    def _bury(self, rows: Rows) -> None:
-        """Distinct live rows die. Dead rows always hold fill values: a key that comes back starts afresh."""
+    def _make_dead(self, rows: Rows) -> None:
+        """Make distinct live rows dead. Dead rows always hold fill values, so that a key that comes back starts
+        afresh."""
         self._live.array[rows] = False
         self._count_live(self._hash.array[rows], -1)
         for name, kind in self.spec.values.items():
             self._values[name].array[rows] = kind.fill
 
     def _restore(self, log: _Log) -> None:
+        """Give the rows of a log the values that they had before it."""
         rows = log.rows
         if not rows.size:
             return
@@ -656,7 +675,7 @@ class KeyedTable:
             self._values[name].array[rows] = _decode_list(kind.codec, before) if kind.codec else before
 
     def _forget_history(self, rows: Rows) -> None:
-        """As though the rows had always been what they are now."""
+        """Remove rows from the undo logs, as though they had always been what they are now."""
         self._mark.array[rows] = 0
         logs = [log for log in [*self._sealed, self._active] if log.count()]
         if not rows.size or not logs:
@@ -666,7 +685,8 @@ class KeyedTable:
             log.keep(lambda logged: ~forgotten[logged])
 
     def _flagged(self, rows: Rows) -> Mask:
-        """By row, whether it is among these. Only the memory of those that are asked for is ever real."""
+        """For every row of the table, whether it is one of ``rows``. The system gives memory only to pages that are
+        used."""
         flags = np.zeros(self._blocks.end, dtype=np.bool_)
         flags[rows] = True
         return flags
@@ -678,8 +698,9 @@ class KeyedTable:
         return frame.unique(subset=self.spec.key.names(), keep="last", maintain_order=True)
 
     def _sweep_if_due(self) -> None:
-        """Sweep dead rows out once they outnumber the live ones, not counting those that undo logs may still revive:
-        the parts with most of them first, and no more at a time than an epoch does not notice."""
+        """Sweep dead rows out once they outnumber the live ones. Rows that an undo may revive do not count.
+
+        The parts with most dead rows come first, up to ``_SWEPT_AT_ONCE`` rows: longer work would delay the epoch."""
         logged = sum(log.count() for log in [*self._sealed, self._active])
         alive = int(self._alive.sum())
         if self.rows_held - alive - logged > max(alive, self._sweep_rows_min):
@@ -690,7 +711,7 @@ class KeyedTable:
             self._key.array[rows] = numbers
 
     def _sweep(self, parts: NDArray[np.intp]) -> None:
-        """Move what must stay of some parts into new blocks."""
+        """Move the rows of some parts that must stay into new blocks, and drop the others."""
         logs = [*self._sealed, self._active]
         for log in logs:
             log.settle()
@@ -701,7 +722,7 @@ class KeyedTable:
         kept = [column.array[stays] for column in columns]
         hashes, numbers = self._hash.array[stays], self._key.array[stays]
         alive = self._alive[parts]
-        # Dropped with the parts are the keys of the others alone.
+        # Rows that stay keep their keys; only the keys of the others go with the parts.
         self._drop_parts(parts, rows[~keep])
         self._alive[parts] = alive
         counts = np.bincount(part_of(hashes), minlength=PARTS)
@@ -717,7 +738,7 @@ class KeyedTable:
 
 
 def _parts_of_slices(slices: Collection[int], slicemap: SliceMap) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The parts that hold nothing else, and those that hold other slices as well."""
+    """The parts that hold nothing but these slices, and the parts that hold some of them and others as well."""
     edges = np.arange(PARTS + 1, dtype=np.uint64) << np.uint64(56)
     whole, some = slicemap.of_ranges(edges[:-1], edges[1:] - np.uint64(1), slices)
     return np.flatnonzero(whole), np.flatnonzero(some & ~whole)
@@ -725,7 +746,7 @@ def _parts_of_slices(slices: Collection[int], slicemap: SliceMap) -> tuple[NDArr
 
 @dataclass
 class _Log:
-    """The undo log of one fragment: the rows it touched first, and what they were before. Each row is in it once."""
+    """The undo log of one fragment: the rows that it touched, each once, and what they were before."""
 
     epoch: int = -1
     rows: Rows = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -740,7 +761,7 @@ class _Log:
         return int(self.rows.size) + sum(int(rows.size) for rows, _, _ in self._parts)
 
     def settle(self) -> None:
-        """Join the parts that were added."""
+        """Join what was added into one array for each column."""
         if not self._parts:
             return
         parts = self._parts if not self.rows.size else [(self.rows, self.was_live, self.before), *self._parts]
@@ -752,7 +773,8 @@ class _Log:
         self.was_live = np.concatenate([was_live for _, was_live, _ in parts])
         self.before = {name: _joined([before[name] for _, _, before in parts]) for name in parts[0][2]}
 
-    def keep(self, wanted: Any) -> None:
+    def keep(self, wanted: Callable[[Rows], Mask]) -> None:
+        """Keep only the rows for which ``wanted`` is true."""
         self.settle()
         stays = wanted(self.rows)
         if stays.all():
@@ -775,8 +797,7 @@ class _Log:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Object columns as the last seal encoded them, by mark: the next first touch of those rows needs the same
-    bytes."""
+    """Object columns as the last seal encoded them, by mark. The next first touch of these rows logs the same bytes."""
 
     start: int
     end: int
@@ -801,7 +822,7 @@ def _decode_list(codec: ObjectCodec, items: Any) -> Array:
 
 
 def _decode_column(frame: pl.DataFrame, name: str, kind: ValueType) -> Array:
-    """A frame's values for the table. A column that an older checkpoint does not have is filled."""
+    """The values of a frame's column. A column that an older checkpoint does not have gets the fill value."""
     if name not in frame.columns:
         return np.full(frame.height, kind.fill, dtype=kind.dtype)
     column = frame.get_column(name)

@@ -17,9 +17,9 @@ from penstock.config import Config
 from penstock.connectors.sinks import MemorySink
 from penstock.control.events import HotSlices, MoveRequested, RebalanceRequested, RescaleRequested, TaskReport
 from penstock.control.load import FLOOR, LOAD_EPOCHS, ROWS_MIN, SliceLoad, shares
-from penstock.control.policies import Decision, Move, Observation
+from penstock.control.policies import Decision, Observation, SliceMove
 from penstock.control.policies import Ring as RingPolicy
-from penstock.engines import runtime as runtime_module
+from penstock.engines import scaling
 from penstock.engines.hot import KEYS_MAX, SAMPLE_ROWS, hottest_keys, rows_by_slice
 from penstock.engines.job import start
 from penstock.engines.runtime import Runtime
@@ -206,7 +206,7 @@ def considered(d: Fleet, decision: Decision) -> list[Any]:
 
 
 def half(*slices: int, source: int, target: int, instances: int) -> Decision:
-    moves = tuple(Move(COUNT, s, source, target) for s in slices)
+    moves = tuple(SliceMove(COUNT, s, source, target) for s in slices)
     return Decision("rescale", "hot", stage=COUNT, instances={COUNT: instances}, moves=moves)
 
 
@@ -303,7 +303,7 @@ class Each(ps.Operator):
 
 def test_a_job_finds_its_hot_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_module, "HOT_SHARE", 0.02)  # on one thread nobody has all the time
-    monkeypatch.setattr(runtime_module, "POLICY_S", 0.0)
+    monkeypatch.setattr(scaling, "POLICY_S", 0.0)
     words = ["hot" if i % 4 else f"w{i % 101}" for i in range(4000)]
     flow, sink = ps.Flow("skewed"), MemorySink()
     source = flow.source("in", given([{"word": w} for w in words]))

@@ -60,6 +60,15 @@ class SourceRange:
 
 
 @dataclass(frozen=True)
+class Backlog:
+    """What waits in a source, as far as the source can tell. None: not known."""
+
+    rows: int | None = None
+    """Rows that wait. An estimate is good enough."""
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class SourceContext:
     """What a source gets when the job opens it (driver side)."""
 
@@ -94,6 +103,12 @@ class Source(ABC):
     @abstractmethod
     def read(self, source_id: str, split: Split) -> ReadResult:
         """Worker side. The frame has exactly ``schema()``."""
+
+    def backlog(self, offset: Offset) -> Backlog:
+        """What waits after ``offset`` now. The thread that plans asks once or twice a second, so the answer is cheap: a
+        look at what has arrived, never a read of the data. A source that cannot tell leaves this as it is.
+        """
+        return Backlog()
 
     def exhausted(self, offset: Offset) -> bool:
         """True when no row can ever come after ``offset`` (a bounded source that has been read)."""

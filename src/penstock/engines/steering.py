@@ -35,9 +35,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock import errors
 from penstock.errors import ConfigError, PenstockError
-from penstock.observe.status import JobStatus
+from penstock.observe.status import JobStatus, NodeStatus
 
 REQUEST_BYTES_MAX = 64 * 1024
 REPLY_BYTES_MAX = 32 * 1024 * 1024
@@ -608,7 +610,7 @@ class Requests:
         for name, count in _mapping(arguments, "cores").items():
             number = _whole(count, f"the cores of '{name}'", 1)
             node = _node(status, name)
-            used = (node.get("limit") or node.get("cores", "?")) if node else "?"
+            used = (node.limit or node.cores or "?") if node else "?"
             said.append(f"node {name}: {used} -> {number} cores.")
             if not dry:
                 self._call("set_cores", "change the cores of a node", name, number)
@@ -670,26 +672,26 @@ def _mapping(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _stage(status: JobStatus, uid: str) -> tuple[str, int] | None:
     """Id and instances of the stage that operator ``uid`` runs in; None while no stages are known."""
-    for stage in status.operators:
+    for stage in status.stages:
         if uid == stage.id or uid in stage.operators:
             return stage.id, stage.instances
-    if not status.operators:
+    if not status.stages:
         return None
     raise ConfigError(
         f"there is no stage or operator '{uid}' in this job.",
-        remedy=f"The stages are {', '.join(stage.id for stage in status.operators)}.",
+        remedy=f"The stages are {', '.join(stage.id for stage in status.stages)}.",
     )
 
 
-def _node(status: JobStatus, name: str) -> dict[str, Any] | None:
+def _node(status: JobStatus, name: str) -> NodeStatus | None:
     for node in status.nodes:
-        if node.get("name") == name:
+        if node.name == name:
             return node
     if not status.nodes:
         return None
     raise ConfigError(
         f"there is no node '{name}' in this job.",
-        remedy=f"The nodes are {', '.join(str(node.get('name')) for node in status.nodes)}.",
+        remedy=f"The nodes are {', '.join(node.name for node in status.nodes)}.",
     )
 
 
@@ -809,7 +811,7 @@ class RemoteJob:
                 remedy="Start it again with penstock run; with a checkpoint directory it resumes.",
             ) from None
         if self._last is not None and self._last.phase not in OVER:
-            self._last = replace(self._last, phase="stopped")
+            self._last = msgspec.structs.replace(self._last, phase="stopped")
 
 
 class _Vanished(ControlError):

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -26,8 +27,9 @@ import penstock as ps
 from penstock import cli
 from penstock.config import Config
 from penstock.control.routing import RoutingTable
-from penstock.engines import control
-from penstock.engines.control import (
+from penstock.engines import steering
+from penstock.engines.job import start
+from penstock.engines.steering import (
     ControlError,
     ControlServer,
     RemoteJob,
@@ -37,10 +39,9 @@ from penstock.engines.control import (
     process_start,
     running_jobs,
 )
-from penstock.engines.job import start
 from penstock.errors import ConfigError
 from penstock.ids import StageId
-from penstock.observe.status import JobStatus, OperatorStatus
+from penstock.observe.status import JobStatus, MoveStatus, NodeStatus, StageStatus
 from penstock.testing import rows
 
 
@@ -61,7 +62,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "home" / ".penstock" / "run"
-    control.close_all()
+    steering.close_all()
 
 
 class FakeJob:
@@ -75,14 +76,14 @@ class FakeJob:
             phase="running",
             epoch=7,
             slices=16,
-            operators=(OperatorStatus("counts", "keyed", ("counts", "big"), 2),),
+            stages=(StageStatus(id="counts", kind="keyed", operators=("counts", "big"), instances=2),),
             nodes=(
-                {"name": "n1", "host": "a", "zone": None, "cores": 2, "containers": [0], "slices": 8, "state": "up"},
-                {"name": "n2", "host": "b", "zone": "z", "cores": 2, "containers": [1], "slices": 8, "state": "up"},
+                NodeStatus(name="n1", host="a", cores=2, containers=(0,), slices=8),
+                NodeStatus(name="n2", host="b", zone="z", cores=2, containers=(1,), slices=8),
             ),
-            moves=({"stage": "counts", "slice": 3, "source": 0, "target": 1, "phase": "copying", "since_s": 1.5},),
+            moves=(MoveStatus(stage="counts", slice=3, source=0, target=1, phase="copying", since_s=1.5),),
         )
-        self.seen = replace(self.seen, **changes)
+        self.seen = msgspec.structs.replace(self.seen, **changes)
         self.routing = RoutingTable.initial(16, {StageId("counts"): True}, 2)
 
     def status(self) -> JobStatus:
@@ -113,7 +114,7 @@ class FakeJob:
 
     def stop(self) -> None:
         self.calls.append(("stop",))
-        self.seen = replace(self.seen, phase="stopped", epoch=9)
+        self.seen = msgspec.structs.replace(self.seen, phase="stopped", epoch=9)
         self.ended.set()
 
 
@@ -211,7 +212,7 @@ def test_no_place_at_all_is_a_notice_and_no_failure(monkeypatch: pytest.MonkeyPa
     (tmp_path / "file").write_text("")
     for name in ("HOME", "TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path / "file"))
-    server, problem = control.serve(FakeJob(), name="words")
+    server, problem = steering.serve(FakeJob(), name="words")
     assert server is None
     assert problem.startswith("the job cannot be steered from other processes: there is no private directory")
 
@@ -378,14 +379,14 @@ def test_rubbish_is_refused_and_harms_nobody(line: bytes) -> None:
 
 def test_too_long_a_line_is_refused() -> None:
     _, server = served()
-    answer = say(server, b"x" * (control.REQUEST_BYTES_MAX + 2) + b"\n")
+    answer = say(server, b"x" * (steering.REQUEST_BYTES_MAX + 2) + b"\n")
     assert "longer than 65,536 bytes" in answer["error"]["message"]
     with pytest.raises(ConfigError, match="too long"):
-        RemoteJob(server.contact).request("scale", remove=["n" * control.REQUEST_BYTES_MAX])
+        RemoteJob(server.contact).request("scale", remove=["n" * steering.REQUEST_BYTES_MAX])
 
 
 def test_clients_that_hang_cost_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "READ_S", 0.5)
+    monkeypatch.setattr(steering, "READ_S", 0.5)
     _, server = served()
     silent = [socket.socket(socket.AF_UNIX) for _ in range(4)]
     for each in silent:
@@ -400,7 +401,7 @@ def test_clients_that_hang_cost_others_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_number_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(steering, "CONNECTIONS_MAX", 2)
     _, server = served()
     with contextlib.ExitStack() as stack:
         for _ in range(2):
@@ -549,7 +550,7 @@ def test_in_the_middle_of_a_recovery_the_answer_says_that_a_change_waits(
     recovering = RemoteJob(server.contact).change(verb, **asked)
     assert ("this waits for the end of that" in recovering) is waits
     assert bool(job.calls) is not asked.get("dry_run", False)
-    job.seen = replace(job.seen, phase="running")
+    job.seen = msgspec.structs.replace(job.seen, phase="running")
     assert "recovering" not in RemoteJob(server.contact).change(verb, **asked)
 
 
@@ -563,7 +564,7 @@ def test_stop_and_wait_see_the_end() -> None:
 
 def test_waiting_for_a_job_that_fails_raises_its_error() -> None:
     job, server = served()
-    job.seen = replace(job.seen, phase="failed", error="The disk is full.")
+    job.seen = msgspec.structs.replace(job.seen, phase="failed", error="The disk is full.")
     job.ended.set()
     with pytest.raises(ControlError, match=r"the job failed: The disk is full\."):
         RemoteJob(server.contact).wait()
@@ -744,7 +745,7 @@ def test_a_real_job_is_asked_rescaled_and_stopped_from_another_process(place: Pa
         assert dry.stdout.startswith("stage sums: 1 -> 2 instances, 4 of 8 slices move."), dry.stderr
         assert command("scale", "endless", "--stage", "sums=2").returncode == 0
         remote = RemoteJob(find_job("endless"))
-        until(lambda: {o.id: o.instances for o in remote.status().operators}["sums"] == 2)
+        until(lambda: {o.id: o.instances for o in remote.status().stages}["sums"] == 2)
         stopped = command("stop", "state", "--wait")
         assert stopped.returncode == 0, stopped.stderr
         assert stopped.stdout.startswith("endless stopped after epoch ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from typing import Any
 
 import msgspec
 import pytest

@@ -13,16 +13,16 @@ from penstock.control.policies import (
     Decision,
     Guarded,
     Limits,
-    Move,
     Observation,
     Policy,
     Ring,
     SafeRate,
+    SliceMove,
     TargetLatency,
-    policy_from,
 )
+from penstock.engines.scaling import observation_of, policy_from
 from penstock.errors import ConfigError
-from penstock.observe.status import JobStatus, OperatorStatus
+from penstock.observe.status import ContainerStatus, JobStatus, MoveStatus, NodeStatus, StageStatus
 
 
 def seen(offered: float, per_instance: float = 1000.0, instances: int = 2, **more: Any) -> Observation:
@@ -100,9 +100,56 @@ def test_a_job_at_its_limit_doubles_when_what_is_offered_is_not_known() -> None:
     assert SafeRate().decide(saturated).instances == {"counts": 4}
 
 
-def test_a_measured_capacity_goes_before_the_estimate() -> None:
-    assert SafeRate().decide(seen(1000, capacity_rows_s=4000.0)).kind == "nothing"
-    assert SafeRate().decide(seen(1000, capacity_rows_s=1000.0)).instances == {"counts": 4}
+def test_what_is_measured_goes_before_the_estimate() -> None:
+    def measured(offered: float, capacity: float) -> Decision:
+        return SafeRate().decide(seen(1000, offered_s={"counts": offered}, capacity_s={"counts": capacity}))
+
+    assert measured(1000, 4000).kind == "nothing"
+    assert measured(1000, 1000).instances == {"counts": 4}
+    assert measured(5000, 4000).instances == {"counts": 5}, "what is offered, though 1,000 are processed"
+    half_known = seen(1000, offered_s={"counts": 5000.0})
+    assert SafeRate().decide(half_known).kind == "nothing", "rows of the stage are not compared with those of the job"
+
+
+def piling_up(offered: float = 8000.0, **more: Any) -> Observation:
+    """One container of two is enough for 1,000 rows a second, and 8,000 come."""
+    figures = {"offered_s": {"counts": offered}, "capacity_s": {"counts": 2000.0}}
+    return seen(offered, **{**figures, "backlog_grows": True, "backlog_growth_s": 6000.0, **more})
+
+
+def test_what_piles_up_is_urgent() -> None:
+    assert SafeRate().decide(piling_up()).urgent
+    assert not SafeRate().decide(piling_up(backlog_grows=False)).urgent
+    assert not SafeRate().decide(piling_up(offered_s={})).urgent, "how much comes was not measured"
+    guarded = Guarded(SafeRate(), confirm=3, max_step=2.0, limits=Limits(1, 32))
+    assert guarded.decide(piling_up(now=1.0)).kind == "nothing", "one look may be chance"
+    assert guarded.decide(piling_up(now=2.0)).instances == {"counts": 16}, "two in a row, and in one step"
+    again = guarded.decide(piling_up(now=3.0))
+    assert again.kind == "nothing" and "cool-down" in again.reason
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"backlog_grows": True, "backlog_growth_s": 50.0}, "the backlog grows by 50 rows a second"),
+        ({"busy": {"counts": 0.01, "other": 0.95}, "instances": {"counts": 8, "other": 1}}, "other is busy 95%"),
+    ],
+)
+def test_nothing_is_given_back_while_rows_pile_up_or_a_stage_is_full(more: dict[str, Any], why: str) -> None:
+    guarded = Guarded(Shrinks(), cool_down_s=2.0, confirm=1)
+    little = seen(10, instances=8)
+    assert guarded.decide(replace(little, now=1.0)).instances == {"counts": 4}
+    needed = [guarded.decide(replace(little, now=float(at), **more)) for at in range(10, 40)]
+    assert {d.kind for d in needed} == {"nothing"} and all(why in d.reason for d in needed)
+    since = [guarded.decide(replace(little, now=float(at))).kind for at in range(40, 44)]
+    assert since == ["nothing", "rescale", "nothing", "nothing"], "a cool-down of 2 s after the last of them"
+
+
+class Shrinks:
+    name = "shrinks"
+
+    def decide(self, seen: Observation) -> Decision:
+        return Decision("rescale", "4 are enough.", stage="counts", instances={"counts": 4})
 
 
 def test_each_stage_has_its_own_size_and_growing_goes_first() -> None:
@@ -171,7 +218,7 @@ def test_an_overloaded_container_gives_slices_to_the_next_one_with_room() -> Non
     decision = Ring().decide(ring_seen({0: 1.0, 1: 0.2}, [0] * 8 + [1] * 8))
     assert decision.kind == "move" and decision.stage == "counts"
     # A slice of container 0 is 12.5 %; 40 % would make them equal: three, from the clockwise end of the arc.
-    assert decision.moves == tuple(Move("counts", s, 0, 1) for s in (5, 6, 7))
+    assert decision.moves == tuple(SliceMove("counts", s, 0, 1) for s in (5, 6, 7))
     assert "container 0 is busy 100% with 2 epochs waiting, 1 20%" in decision.reason
 
 
@@ -189,7 +236,7 @@ def test_a_neighbour_without_room_passes_load_on_first() -> None:
 def test_a_new_container_takes_half_the_arc_if_nobody_has_room() -> None:
     decision = Ring().decide(ring_seen({0: 1.0, 1: 0.7}, [0] * 8 + [1] * 8))
     assert (decision.kind, decision.instances) == ("rescale", {"counts": 3})
-    assert decision.moves == tuple(Move("counts", s, 0, 2) for s in (4, 5, 6, 7))
+    assert decision.moves == tuple(SliceMove("counts", s, 0, 2) for s in (4, 5, 6, 7))
     assert "no neighbour has room" in decision.reason and "100%" in decision.reason
 
 
@@ -207,13 +254,13 @@ def test_an_empty_container_is_used_before_a_new_one() -> None:
 
 def test_slices_that_lie_in_no_arcs() -> None:
     decision = Ring().decide(ring_seen({0: 1.0, 1: 0.0}, [0, 1, 0, 0, 1, 0, 0, 0]))
-    assert decision.moves == tuple(Move("counts", s, 0, 1) for s in (5, 6, 7))
+    assert decision.moves == tuple(SliceMove("counts", s, 0, 1) for s in (5, 6, 7))
 
 
 def test_one_with_little_to_do_gives_everything_to_the_next() -> None:
     decision = Ring().decide(ring_seen({0: 0.1, 1: 0.2, 2: 0.6}, [0, 0, 1, 1, 2, 2], queue=0))
     assert decision.kind == "rescale" and decision.instances == {"counts": 2}
-    assert decision.moves == (Move("counts", 0, 0, 1), Move("counts", 1, 0, 1))
+    assert decision.moves == (SliceMove("counts", 0, 0, 1), SliceMove("counts", 1, 0, 1))
     assert "(10%)" in decision.reason and "(20%)" in decision.reason
 
 
@@ -358,8 +405,8 @@ def test_a_policy_may_choose_the_nodes_that_go() -> None:
     ("wish", "why"),
     [
         (Decision("rescale", "1.", instances={"sums": 2}), "there is no stage 'sums'"),
-        (Decision("move", "1.", stage="in", moves=(Move("in", 0, 0, 1),)), "there is no stage with slices 'in'"),
-        (Decision("move", "1.", moves=(Move("counts", 0, 0, 1),)), "moves are those of one stage"),
+        (Decision("move", "1.", stage="in", moves=(SliceMove("in", 0, 0, 1),)), "there is no stage with slices 'in'"),
+        (Decision("move", "1.", moves=(SliceMove("counts", 0, 0, 1),)), "moves are those of one stage"),
         (Decision("scale_in", "1.", which=("z",)), "there is no node 'z'"),
     ],
 )
@@ -450,22 +497,45 @@ def test_an_observation_from_a_status() -> None:
         phase="running",
         rows_s=10.0,
         latency_ms_p99=7.0,
-        operators=(
-            OperatorStatus("counts", "keyed", ("counts",), 3, rows_in_s=8.0, busy=0.5, queue=1),
-            OperatorStatus("idle", "keyed", ("idle",), 1),
+        backlog_rows=70,
+        stages=(
+            StageStatus(id="in", kind="source", offered_s=12.0, backlog_growth_s=2.0, backlog_grows=True),
+            StageStatus(
+                id="counts",
+                kind="keyed",
+                inputs=("in",),
+                instances=3,
+                rows_in_s=8.0,
+                offered_s=24.0,
+                capacity_s=16.0,
+                busy=0.5,
+                queue=1,
+                owners=(0, 1, 1),
+                usable=(0, 1, 2),
+                slice_rows_s=(1.0, 2.0, 5.0),
+                containers=(ContainerStatus(number=0, busy=0.25), ContainerStatus(number=1, busy=0.75)),
+            ),
         ),
         nodes=(
-            {"name": "a", "cores": 2, "state": "up"},
-            {"name": "b", "cores": 2, "state": "suspect"},
-            {"name": "c", "cores": 2, "state": "leaving"},
+            NodeStatus(name="a", cores=2, containers=(0, 2)),
+            NodeStatus(name="b", cores=2, limit=1, containers=(1,), state="suspect"),
+            NodeStatus(name="c", cores=2, state="leaving"),
         ),
-        moves=({"slice": 1},),
+        nodes_coming=1,
+        slots=3,
+        moves=(MoveStatus(stage="counts", slice=1, source=0, target=1),),
     )
-    observed = Observation.of(status, 5.0, owners={"counts": [0, 1, 1]}, rows_in_s=12.0)
-    assert (observed.now, observed.rows_in_s, observed.rows_s, observed.cores) == (5.0, 12.0, 10.0, 4)
+    observed = observation_of(status, 5.0, coming=2)
+    assert (observed.now, observed.rows_in_s, observed.rows_s, observed.cores) == (5.0, 12.0, 10.0, 3)
+    assert (observed.offered_s, observed.capacity_s) == ({"in": 12.0, "counts": 24.0}, {"counts": 16.0})
+    assert (observed.backlog_rows, observed.backlog_growth_s, observed.backlog_grows) == (70, 2.0, True)
     assert (observed.nodes, observed.staying, observed.moving) == (2, ("a", "b"), 1), "who leaves does not count"
     assert (observed.queue["counts"], observed.busy["counts"]) == (1, 0.5)
-    assert observed.input_s == {"counts": 8.0, "idle": 0.0} and observed.execution_s == {"counts": 16.0}
+    assert observed.input_s == {"in": 0.0, "counts": 8.0} and list(observed.edges) == [("in", "counts")]
+    assert observed.load == {("counts", 0): 1.0, ("counts", 1): 2.0, ("counts", 2): 5.0}
+    assert observed.busy_containers == {("counts", 0): 0.25, ("counts", 1): 0.75}
+    assert observed.homes == {0: "a", 1: "b", 2: "a"} and observed.usable == {"counts": (0, 1, 2)}
+    assert (observed.coming, observed.slots) == (3, 3)
     assert observed.size("counts") == 2
 
 

@@ -272,7 +272,7 @@ class RateWindow:
         if self._began is None:
             self._began = self._counted_to = now
         seconds, self._counted_to = now - self._counted_to, max(now, self._counted_to)
-        if seconds <= 0 or not any(self.left_over.values()):
+        if seconds <= 0 or not self.under_way or not any(self.left_over.values()):
             return
         pending = self._pending()
         for stage, above in self.above.items():

@@ -871,8 +871,8 @@ def _leave_at_once(code: int) -> None:
     """Ends the process now. Threads that wait for Spark would otherwise hold it; its JVM ends with our pipe to it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if (control := sys.modules.get("penstock.engines.steering")) is not None:
-        control.close_all()  # os._exit asks nobody
+    if (steering := sys.modules.get("penstock.engines.steering")) is not None:
+        steering.close_all()  # os._exit asks nobody
     os._exit(code)
 
 

@@ -17,8 +17,7 @@ from penstock.config import Config
 from penstock.connectors.sinks import MemorySink
 from penstock.control.events import HotSlices, MoveRequested, RebalanceRequested, RescaleRequested, TaskReport
 from penstock.control.load import FLOOR, LOAD_EPOCHS, ROWS_MIN, SliceLoad, shares
-from penstock.control.policies import Decision, Observation, SliceMove
-from penstock.control.policies import Ring as RingPolicy
+from penstock.control.policies import Decision, Observation, RingPolicy, SliceMove
 from penstock.engines import scaling
 from penstock.engines.hot import KEYS_MAX, SAMPLE_ROWS, hottest_keys, rows_by_slice
 from penstock.engines.job import start

@@ -15,7 +15,7 @@ from penstock.control.policies import (
     Limits,
     Observation,
     Policy,
-    Ring,
+    RingPolicy,
     SafeRate,
     SliceMove,
     TargetLatency,
@@ -215,7 +215,7 @@ def ring_seen(busy: dict[int, float], owners: list[int], queue: int = 2, **more:
 
 
 def test_an_overloaded_container_gives_slices_to_the_next_one_with_room() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 1: 0.2}, [0] * 8 + [1] * 8))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 1: 0.2}, [0] * 8 + [1] * 8))
     assert decision.kind == "move" and decision.stage == "counts"
     # A slice of container 0 is 12.5 %; 40 % would make them equal: three, from the clockwise end of the arc.
     assert decision.moves == tuple(SliceMove("counts", s, 0, 1) for s in (5, 6, 7))
@@ -223,18 +223,18 @@ def test_an_overloaded_container_gives_slices_to_the_next_one_with_room() -> Non
 
 
 def test_queue_and_cpu_must_both_be_high() -> None:
-    assert Ring().decide(ring_seen({0: 1.0, 1: 0.2}, [0] * 8 + [1] * 8, queue=0)).kind == "nothing"
-    assert Ring().decide(ring_seen({0: 0.7, 1: 0.2}, [0] * 8 + [1] * 8)).kind == "nothing"
+    assert RingPolicy().decide(ring_seen({0: 1.0, 1: 0.2}, [0] * 8 + [1] * 8, queue=0)).kind == "nothing"
+    assert RingPolicy().decide(ring_seen({0: 0.7, 1: 0.2}, [0] * 8 + [1] * 8)).kind == "nothing"
 
 
 def test_a_neighbour_without_room_passes_load_on_first() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 1: 0.7, 2: 0.1}, [0] * 8 + [1] * 8 + [2] * 8))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 1: 0.7, 2: 0.1}, [0] * 8 + [1] * 8 + [2] * 8))
     assert [(m.source, m.target) for m in decision.moves] == [(1, 2)] * 3 + [(0, 1)] * 2
     assert {m.slice for m in decision.moves} == {13, 14, 15, 6, 7}
 
 
 def test_a_new_container_takes_half_the_arc_if_nobody_has_room() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 1: 0.7}, [0] * 8 + [1] * 8))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 1: 0.7}, [0] * 8 + [1] * 8))
     assert (decision.kind, decision.instances) == ("rescale", {"counts": 3})
     assert decision.moves == tuple(SliceMove("counts", s, 0, 2) for s in (4, 5, 6, 7))
     assert "no neighbour has room" in decision.reason and "100%" in decision.reason
@@ -242,46 +242,48 @@ def test_a_new_container_takes_half_the_arc_if_nobody_has_room() -> None:
 
 def test_the_half_is_one_of_load() -> None:
     load = {("counts", s): 7.0 if s == 7 else 1.0 for s in range(8)}
-    decision = Ring().decide(ring_seen({0: 1.0}, [0] * 8, load=load))
+    decision = RingPolicy().decide(ring_seen({0: 1.0}, [0] * 8, load=load))
     assert [m.slice for m in decision.moves] == [7]
 
 
 def test_an_empty_container_is_used_before_a_new_one() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 2: 0.7}, [0] * 8 + [2] * 8, instances={"counts": 3}))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 2: 0.7}, [0] * 8 + [2] * 8, instances={"counts": 3}))
     assert {m.target for m in decision.moves} == {1} and decision.instances == {"counts": 3}
     assert decision.direction(ring_seen({0: 1.0, 2: 0.7}, [0] * 8 + [2] * 8)) == "out"
 
 
 def test_slices_that_lie_in_no_arcs() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 1: 0.0}, [0, 1, 0, 0, 1, 0, 0, 0]))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 1: 0.0}, [0, 1, 0, 0, 1, 0, 0, 0]))
     assert decision.moves == tuple(SliceMove("counts", s, 0, 1) for s in (5, 6, 7))
 
 
 def test_one_with_little_to_do_gives_everything_to_the_next() -> None:
-    decision = Ring().decide(ring_seen({0: 0.1, 1: 0.2, 2: 0.6}, [0, 0, 1, 1, 2, 2], queue=0))
+    decision = RingPolicy().decide(ring_seen({0: 0.1, 1: 0.2, 2: 0.6}, [0, 0, 1, 1, 2, 2], queue=0))
     assert decision.kind == "rescale" and decision.instances == {"counts": 2}
     assert decision.moves == (SliceMove("counts", 0, 0, 1), SliceMove("counts", 1, 0, 1))
     assert "(10%)" in decision.reason and "(20%)" in decision.reason
 
 
 def test_two_that_would_be_too_much_for_one_stay_two() -> None:
-    assert Ring().decide(ring_seen({0: 0.4, 1: 0.4}, [0, 0, 1, 1], queue=0)).kind == "nothing"
+    assert RingPolicy().decide(ring_seen({0: 0.4, 1: 0.4}, [0, 0, 1, 1], queue=0)).kind == "nothing"
 
 
 def test_ring_limits() -> None:
     full = ring_seen({0: 1.0, 1: 0.9}, [0] * 8 + [1] * 8, cores=2)
-    assert Ring().decide(full).kind == "nothing" and "2 containers of 2 allowed" in Ring().decide(full).reason
-    more = Ring().decide(replace(full, limits=Limits(nodes_max=2)))
+    assert (
+        RingPolicy().decide(full).kind == "nothing" and "2 containers of 2 allowed" in RingPolicy().decide(full).reason
+    )
+    more = RingPolicy().decide(replace(full, limits=Limits(nodes_max=2)))
     assert (more.kind, more.nodes) == ("scale_out", 1)
-    hot = Ring().decide(ring_seen({0: 1.0}, [0]))
+    hot = RingPolicy().decide(ring_seen({0: 1.0}, [0]))
     assert hot.kind == "nothing" and "only one slice" in hot.reason
     idle = ring_seen({0: 0.1, 1: 0.1}, [0, 1], queue=0, limits=Limits(instances_min=2))
-    assert Ring().decide(idle).kind == "nothing"
+    assert RingPolicy().decide(idle).kind == "nothing"
 
 
 def test_ring_settles_instead_of_passing_slices_to_and_fro() -> None:
     owners = [0] * 12 + [1] * 2 + [2] * 2
-    policy = Guarded(Ring(), cool_down_s=5, confirm=1)
+    policy = Guarded(RingPolicy(), cool_down_s=5, confirm=1)
     decided = 0
     for now in range(0, 600, 5):
         busy = {c: min(1.0, owners.count(c) / 8) for c in set(owners)}
@@ -315,9 +317,9 @@ def test_nodes_that_no_instance_may_use_are_not_asked_for() -> None:
     few_slices = seen(3500, instances=2, nodes=1, cores=2, limits=Limits(nodes_max=4), owners={"counts": [0, 1]})
     assert SafeRate().decide(few_slices).kind == "nothing"
     full = ring_seen({0: 1.0, 1: 0.9}, [0] * 8 + [1] * 8, cores=2, limits=Limits(nodes_max=2))
-    assert Ring().decide(full).kind == "scale_out"
-    assert Ring().decide(replace(full, coming=1)).kind == "nothing"
-    assert Ring().decide(replace(full, limits=Limits(instances_max=2, nodes_max=2))).kind == "nothing"
+    assert RingPolicy().decide(full).kind == "scale_out"
+    assert RingPolicy().decide(replace(full, coming=1)).kind == "nothing"
+    assert RingPolicy().decide(replace(full, limits=Limits(instances_max=2, nodes_max=2))).kind == "nothing"
 
 
 def test_a_node_without_work_is_given_back() -> None:
@@ -544,6 +546,6 @@ def test_every_reason_has_figures() -> None:
         SafeRate().decide(seen(1900)),
         SafeRate().decide(seen(1000)),
         TargetLatency(500).decide(seen(1900, latency_ms_p99=900.0)),
-        Ring().decide(ring_seen({0: 1.0, 1: 0.2}, [0, 0, 1, 1])),
+        RingPolicy().decide(ring_seen({0: 1.0, 1: 0.2}, [0, 0, 1, 1])),
     ):
         assert len(re.findall(r"\d", decision.reason)) >= 2, decision

@@ -30,9 +30,9 @@ from penstock.control.routing import RoutingTable
 from penstock.engines import steering
 from penstock.engines.job import start
 from penstock.engines.steering import (
-    ControlError,
-    ControlServer,
     RemoteJob,
+    SteeringError,
+    SteeringServer,
     find_job,
     parse_counts,
     parse_slices,
@@ -118,13 +118,13 @@ class FakeJob:
         self.ended.set()
 
 
-def served(job: FakeJob | None = None, **about: Any) -> tuple[FakeJob, ControlServer]:
+def served(job: FakeJob | None = None, **about: Any) -> tuple[FakeJob, SteeringServer]:
     job = job or FakeJob()
     settings: dict[str, Any] = {"name": "words", "job_id": lambda: "abc123", "ended": job.ended.is_set, **about}
-    return job, ControlServer(job, **settings)
+    return job, SteeringServer(job, **settings)
 
 
-def say(server: ControlServer, line: bytes) -> dict[str, Any]:
+def say(server: SteeringServer, line: bytes) -> dict[str, Any]:
     """Whatever bytes, straight to the socket; what came back."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
@@ -273,7 +273,7 @@ def test_nothing_runs() -> None:
     assert caught.value.remedy == "No job of yours is running on this machine."
 
 
-def stale(server: ControlServer, **changes: Any) -> Path:
+def stale(server: SteeringServer, **changes: Any) -> Path:
     """A file such as a killed job leaves: the same, of a process that is gone."""
     fields = json.loads(Path(server.contact.file).read_text()) | changes
     path = Path(server.contact.file).with_name("left-behind.json")
@@ -288,7 +288,7 @@ def test_a_file_whose_process_is_gone_is_removed_and_said_so() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     path = stale(server, pid=gone.pid, name="old")
-    with pytest.raises(ControlError, match=r"'old' .* is not running: its process is gone. The file .* was removed"):
+    with pytest.raises(SteeringError, match=r"'old' .* is not running: its process is gone. The file .* was removed"):
         find_job("old")
     assert not path.exists() and not path.with_suffix(".sock").exists()
     with pytest.raises(ConfigError, match="no running job 'old'"):
@@ -321,7 +321,7 @@ def test_a_process_number_used_again_does_not_revive_a_job() -> None:
 def test_a_file_of_another_machine_is_left_alone() -> None:
     _, server = served()
     path = stale(server, host="elsewhere", process_start="x", name="far")
-    with pytest.raises(ControlError, match="runs on another machine") as caught:
+    with pytest.raises(SteeringError, match="runs on another machine") as caught:
         find_job("far")
     assert caught.value.remedy == "Run the command on elsewhere." and path.exists()
 
@@ -360,7 +360,7 @@ def test_a_wrong_secret_is_refused() -> None:
     job, server = served()
     remote = RemoteJob(replace(server.contact, secret="0" * 64))
     for verb in ("status", "stop", "rebalance"):
-        with pytest.raises(ControlError, match="the secret is not this job's"):
+        with pytest.raises(SteeringError, match="the secret is not this job's"):
             remote.request(verb)
     assert job.calls == []
     assert server.contact.secret not in json.dumps(say(server, b'{"secret": "", "do": "status"}\n'))
@@ -408,7 +408,7 @@ def test_the_number_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
             silent = stack.enter_context(socket.socket(socket.AF_UNIX))
             silent.connect(server.contact.socket)
         until(lambda: len(server._workers) == 2)
-        with pytest.raises(ControlError, match="too many others"):
+        with pytest.raises(SteeringError, match="too many others"):
             RemoteJob(server.contact).status()
     until(lambda: not server._workers)
     assert RemoteJob(server.contact).status().epoch == 7
@@ -428,7 +428,7 @@ def test_a_job_that_does_not_answer() -> None:
     job, server = served()
     held = threading.Event()
     job.rebalance = held.wait  # type: ignore[assignment]
-    with pytest.raises(ControlError, match=r"did not answer within 0\.3 s"):
+    with pytest.raises(SteeringError, match=r"did not answer within 0\.3 s"):
         RemoteJob(server.contact, answer_s=0.3).change("rebalance")
     assert RemoteJob(server.contact).status().epoch == 7, "questions are answered meanwhile"
     held.set()
@@ -441,7 +441,7 @@ def test_what_a_job_raises_comes_back_as_it_was() -> None:
         remote.change("migrate", stage="counts", slices=[1], container=5)
     assert (caught.value.message, caught.value.remedy) == ("stage 'counts' has no container 5.", "Use 0 or 1.")
     job.rebalance = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(ControlError, match="the job met ZeroDivisionError: division by zero"):
+    with pytest.raises(SteeringError, match="the job met ZeroDivisionError: division by zero"):
         remote.change("rebalance")
     assert remote.status().phase == "running"
 
@@ -518,7 +518,7 @@ def test_a_job_that_lacks_a_method_says_so() -> None:
         def status(self) -> JobStatus:
             return FakeJob().seen
 
-    server = ControlServer(Older(), name="words")
+    server = SteeringServer(Older(), name="words")
     with pytest.raises(ConfigError, match="this job cannot migrate slices"):
         RemoteJob(server.contact).change("migrate", stage="counts", slices=[1], container=1)
 
@@ -526,7 +526,7 @@ def test_a_job_that_lacks_a_method_says_so() -> None:
 @pytest.mark.parametrize("phase", ["starting", "stopping", "stopped", "failed", "complete"])
 def test_changes_need_a_job_that_runs(phase: str) -> None:
     job, server = served(FakeJob(phase=phase))
-    with pytest.raises(ControlError, match=phase):
+    with pytest.raises(SteeringError, match=phase):
         RemoteJob(server.contact).change("rebalance")
     assert job.calls == []
 
@@ -566,7 +566,7 @@ def test_waiting_for_a_job_that_fails_raises_its_error() -> None:
     job, server = served()
     job.seen = msgspec.structs.replace(job.seen, phase="failed", error="The disk is full.")
     job.ended.set()
-    with pytest.raises(ControlError, match=r"the job failed: The disk is full\."):
+    with pytest.raises(SteeringError, match=r"the job failed: The disk is full\."):
         RemoteJob(server.contact).wait()
 
 
@@ -802,7 +802,7 @@ def test_a_killed_job_is_stale() -> None:
         remote.status()
         process.kill()
         process.wait()
-        with pytest.raises(ControlError, match="was killed: its process is gone"):
+        with pytest.raises(SteeringError, match="was killed: its process is gone"):
             remote.wait(5)
         with pytest.raises(ConfigError, match="no running job"):
             find_job("endless")
@@ -823,4 +823,4 @@ def test_a_job_of_this_process_is_gone_when_wait_returns(place: Path) -> None:
     remote = RemoteJob(find_job("mine"))
     until(lambda: remote.status().epoch > 0)
     job.stop()
-    assert list(place.iterdir()) == [] and not [t for t in threading.enumerate() if t.name == "penstock-control"]
+    assert list(place.iterdir()) == [] and not [t for t in threading.enumerate() if t.name == "penstock-steering"]

@@ -42,7 +42,8 @@ class ReadResult:
     frame: pl.DataFrame
     bad: tuple[BadRecord, ...] = ()
     punctuation: tuple[tuple[int, int], ...] = ()
-    """Promises (see ``Source.punctuated``): after so many rows of the frame, no row earlier than that time (us)."""
+    """Promises (see ``Source.punctuated``), each (n, time): after n rows of the frame no row is earlier than the time
+    (us)."""
 
 
 @dataclass(frozen=True)

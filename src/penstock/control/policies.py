@@ -1,14 +1,14 @@
-"""Autoscaling: what a job's size should be, decided from what is seen of it.
+"""Autoscaling: decides what size a job should have, from one look at the job.
 
-A policy is a small class with one method: an ``Observation`` in, a ``Decision`` out. It carries nothing out and asks
-nobody: whoever calls it gathers the figures, at whatever pace, and turns the decision into the job's own calls. Every
-decision says why, with the figures it rests on, for the journal and for ``penstock status``.
+A policy is a small class with one method: an ``Observation`` in, a ``Decision`` out. It does nothing itself. The
+engine gathers the figures, asks the policy and carries the decision out (``engines/scaling.py``). Every decision says
+why, with its figures, for the journal and for ``penstock status``.
 
-The policies themselves look at one observation and have no memory. What keeps a restless load from making the job
-restless is in one place, ``Guarded``, which wraps any of them: several observations must agree, decisions keep their
-distance in time and size, and giving back what was soon needed again makes it more patient the next time.
+A policy sees one observation and has no memory. ``Guarded`` wraps any policy and keeps a restless load from making the
+job restless: several observations must agree, decisions keep their distance in time and size, and a job that gave back
+what it soon needed again waits longer the next time.
 
-Adding a strategy is one class with ``name`` and ``decide``.
+A new policy is one class with ``name`` and ``decide``.
 """
 
 from __future__ import annotations
@@ -82,21 +82,21 @@ class Observation:
     owners: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Keyed stages: the container of each slice."""
     homes: Mapping[int, str] = field(default_factory=dict)
-    """The node of each container: those of one number live together, whatever their stage."""
+    """The node of each container. Containers of one number live together, whatever their stage."""
     nodes: int = 1
-    """Without those that are about to leave."""
+    """Nodes of the job, without the nodes that are about to leave."""
     staying: tuple[str, ...] = ()
-    """Their names: what may be given back."""
+    """Names of these nodes. They may be given back."""
     coming: int = 0
-    """Nodes that were asked for and are not there."""
+    """Nodes that were asked for and are not there yet."""
     cores: int | None = None
-    """Of all nodes together, without those that are about to leave."""
+    """Cores of these nodes together."""
     slots: int | None = None
     """Containers of a stage that may work at all, by what people said of the cores of nodes; None: no limit."""
     usable: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Keyed stages: the containers that may own slices; where it is not known, any."""
     moving: int = 0
-    """Slices on their way: the figures are not yet those of the new size."""
+    """Slices on their way. While there are any, the figures still describe the old size."""
     limits: Limits = Limits()
 
     def size(self, stage: str) -> int:
@@ -143,7 +143,7 @@ class Decision:
     nodes: int = 0
     """scale_out, scale_in: how many nodes more, or fewer."""
     which: tuple[str, ...] = ()
-    """scale_in: exactly these nodes, the first ones first if not all may go. Empty: those with the fewest slices."""
+    """scale_in: exactly these nodes, the first ones first if not all may go. Empty: the nodes with fewest slices."""
     moves: tuple[SliceMove, ...] = ()
     """Exactly these slices change their owner. A rescale without them spreads the slices evenly."""
     urgent: bool = False
@@ -196,11 +196,11 @@ class _Wish:
 
 
 def _resize(seen: Observation, wishes: Mapping[str, _Wish], content: str) -> Decision:
-    """A decision for stages that wish for another number of instances. First make room; give back another time.
+    """A decision for stages that wish for another number of instances. Growing goes first.
 
-    More containers than there are cores need nodes: those are asked for first, where that is allowed. Until they come
-    the cores there are must do. With no wishes left a node is given back whose cores nobody uses. ``content``: what to
-    say when all is well.
+    More containers than cores need more nodes, which are asked for first where that is allowed. Until they come, the
+    job makes do with its cores. When no stage has a wish, a node whose cores no stage uses is given back. ``content``:
+    what to say when all is well.
     """
     limits, per_node = seen.limits, max(1, (seen.cores or seen.nodes) // max(1, seen.nodes))
     growing = {stage: w for stage, w in wishes.items() if w.instances > seen.size(stage)}
@@ -237,7 +237,7 @@ def _clamped(seen: Observation, wishes: Mapping[str, _Wish]) -> Decision:
         if wanted != wish.instances:
             said += f", but {low} to {high} are allowed"
         reasons.append(said)
-        # A limit may lie on the other side of what there is: then this wish is no reason to go there.
+        # A limit may lie on the other side of the present size. A wish to grow is no reason to shrink to it.
         if (wanted - now) * (wish.instances - now) > 0:
             changes[stage] = wanted
     reason = "; ".join(reasons) + "."
@@ -300,7 +300,7 @@ class SafeRate:
 
 
 def _up(x: float) -> float:
-    """What to round up: a whole number that arithmetic missed by a hair is that number."""
+    """A little less than x, so that rounding up keeps a whole number that arithmetic missed by a hair."""
     return x - 1e-9 * abs(x)
 
 
@@ -357,16 +357,17 @@ RING_THRESHOLDS = Thresholds(queue_high=1.0, queue_low=0.5, cpu_high=0.8, cpu_lo
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Neighbour to neighbour (Floe): an overloaded container gives up to half its arc to the next one clockwise, which
-    may have to pass load on first; if nobody has room, a new container takes half the arc; a container that has as
-    little to do as the next one gives it everything and is empty.
+class RingPolicy:
+    """Containers form a ring and pass slices to their neighbours (Floe). An overloaded container gives up to half its
+    arc to the next one clockwise, which may have to pass load on first. If no neighbour has room, a new container takes
+    half the arc. A container that has as little to do as the next one gives everything to it and is empty.
 
-    Two things are added to the paper. No more is given than makes the two equal: a half could overload the other, and
-    come back. And a neighbour takes over a whole arc only if the two together stay well below the high threshold.
+    Two things are added to the paper. A container gives no more than makes the two equal: half of an arc could overload
+    the neighbour, and come back. And a neighbour takes over a whole arc only if the two together stay well below the
+    high threshold.
 
-    Epochs wait for the slowest container of a stage. So the queue before the stage is the queue of those containers
-    that are busy; one with time to spare makes nobody wait.
+    An epoch waits for the slowest container of a stage. So the queue before the stage counts as the queue of its busy
+    containers; no epoch waits for a container with time to spare.
     """
 
     thresholds: Thresholds = RING_THRESHOLDS
@@ -428,7 +429,7 @@ class _StageRing:
         if overloaded:
             return self._split(max(overloaded, key=lambda n: self.pressure[n].cpu))
         worst = max(self.ring.nodes, key=lambda n: self.pressure[n].cpu)
-        return nothing(f"{self.stage}: nobody is overloaded, {self.figures(worst)}")
+        return nothing(f"{self.stage}: no container is overloaded, {self.figures(worst)}")
 
     def _cpu(self, node: str) -> str:
         return f"{self.pressure[node].cpu:.0%}"

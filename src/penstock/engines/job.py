@@ -78,7 +78,7 @@ class Job:
         ended = self._runtime.ended.wait(timeout)
         if ended:
             self._thread.join()
-            with self._cleanup_lock:  # who comes second waits for it too: a process may end when this returns
+            with self._cleanup_lock:  # a second caller waits too: its process may end when this returns
                 cleanup, self._cleanup = self._cleanup, _nothing
                 cleanup()
             if self._runtime.error is not None:
@@ -161,7 +161,7 @@ class Job:
         status = self._ready()
         seen = next(s for s in status.stages if s.id == stage)
         if not seen.owners:
-            raise ConfigError(f"'{uid}' is a source: it has no slices.", remedy="Move those of a keyed stage.")
+            raise ConfigError(f"'{uid}' is a source: it has no slices.", remedy="Move slices of a keyed stage.")
         if not seen.stateful:
             raise ConfigError(
                 f"stage '{stage}' keeps no state: there is nothing to move.",
@@ -170,7 +170,7 @@ class Job:
         if container not in seen.usable:
             raise ConfigError(
                 f"container {container} of '{stage}' cannot take slices: it is not there, or on its way out.",
-                remedy=f"Those that can are {', '.join(map(str, seen.usable))}.",
+                remedy=f"The containers that can are {', '.join(map(str, seen.usable))}.",
             )
         if wrong := [s for s in slices if not 0 <= s < status.slices]:
             raise ConfigError(f"there is no slice {wrong[0]}.", remedy=f"Slices go from 0 to {status.slices - 1}.")

@@ -15,7 +15,16 @@ from penstock.control.events import (
     NodesInvited,
     RescaleRequested,
 )
-from penstock.control.policies import Decision, Guarded, Limits, Observation, Policy, Ring, SafeRate, TargetLatency
+from penstock.control.policies import (
+    Decision,
+    Guarded,
+    Limits,
+    Observation,
+    Policy,
+    RingPolicy,
+    SafeRate,
+    TargetLatency,
+)
 from penstock.ids import StageId
 from penstock.observe.status import JobStatus
 
@@ -30,7 +39,7 @@ def policy_from(config: Config) -> Guarded | None:
     policies: dict[str, Policy] = {
         "safe-rate": SafeRate(),
         "target-latency": TargetLatency(float(config.target_latency_ms)),
-        "ring": Ring(),
+        "ring": RingPolicy(),
     }
     if config.policy is None:
         return None

@@ -73,7 +73,7 @@ class JobLike(Protocol):
 
 
 UntilDone = Callable[[float], bool]
-"""Waits up to so many seconds; True when the view should end. A job's ``wait`` is one."""
+"""Waits up to the given seconds; True when the view should end. A job's ``wait`` is one."""
 
 
 # --- numbers as people read them ---------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def _checkpoint_text(status: JobStatus) -> str:
 
 
 def checkpoint_age_s(status: JobStatus) -> float | None:
-    """Time since the last checkpointed epoch was published; None when the history no longer reaches it."""
+    """Seconds since the last checkpointed epoch was published; None when the history no longer has it."""
     for entry in reversed(status.history):
         if entry.epoch == status.checkpoint_epoch:
             return max(0.0, status.uptime_s - entry.at_s)
@@ -248,7 +248,7 @@ def _rate(status: JobStatus, width: int) -> Table:
 
 
 def _series_end_s(status: JobStatus) -> float:
-    """The end of the last epoch, as long as the next is not overdue: half an epoch would look like a collapse."""
+    """The end of the last epoch, unless the next is overdue: half an epoch would look like a collapse."""
     last = status.history[-1].at_s if status.history else 0.0
     patience_s = max(1.0, 2 * status.epoch_ms / 1000)
     return last if status.uptime_s - last < patience_s else status.uptime_s
@@ -374,9 +374,9 @@ def _stages(stages: Sequence[StageStatus], width: int, rows_max: int) -> Table:
 
 
 def _nodes(status: JobStatus, width: int, rows_max: int) -> RenderableType:
-    """One line for each node: its containers, its slices and those on their way to it (+) and from it (-)."""
+    """One line for each node: its containers, its slices, and how many slices move to it (+) and from it (-)."""
     fits = len(status.nodes) <= rows_max
-    # Where not all have a line, those have one that something happens to.
+    # Where not all nodes have a line, the nodes that change go first.
     shown = status.nodes if fits else sorted(status.nodes, key=lambda n: _calm(n, status.moves))[: rows_max - 1]
     most = max(1, *(node.slices for node in status.nodes))
     table = Table(box=None, padding=(0, 1), pad_edge=True, header_style="bright_black", width=width - 2)
@@ -504,7 +504,7 @@ def plain_lines(job: JobLike, until_done: UntilDone | None = None, every_s: floa
 
 
 def json_line(status: JobStatus) -> str:
-    """One status as one line of JSON. The history is left out: whoever reads the lines has it."""
+    """One status as one line of JSON. The history is left out: a reader of the lines has it already."""
     fields = status.to_dict()
     del fields["history"]
     return json.dumps(fields, separators=(",", ":"))

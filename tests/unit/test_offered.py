@@ -102,6 +102,16 @@ def test_a_backlog_that_goes_up_and_down_with_the_epochs_does_not_grow() -> None
     assert ahead is not None and not ahead.growing and ahead.growth_s < 0
 
 
+def test_a_load_that_has_just_risen_counts_as_it_is_now() -> None:
+    """100 rows come in a second, then 400; the job reads 100 in a second."""
+    risen = [Arrived(float(t), 100 * t, 300 * max(0, t - 2)) for t in range(5)]
+    found = arrival(risen)
+    assert found is not None and found.growing and found.rows_s == pytest.approx(400.0)
+    burst = [Arrived(float(t), 100 * t + 600 * (t > 2), 0) for t in range(5)]
+    found = arrival(burst)
+    assert found is not None and not found.growing and found.rows_s == pytest.approx(250.0), "it was read at once"
+
+
 def test_a_source_that_begins_to_tell_has_no_sudden_arrivals() -> None:
     found = arrival([Arrived(0.0, 0, None), Arrived(1.0, 0, 1000), Arrived(2.0, 100, 900)])
     assert found is not None and found.rows_s == 0.0

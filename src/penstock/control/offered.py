@@ -139,22 +139,29 @@ def arrival(looks: Sequence[Arrived]) -> Arrival | None:
     """The arrival rate between the first and the last look. None: there are not two looks with time between them.
 
     A backlog rises between two plans and falls with each, so its growth is not the difference of any two looks: it is
-    measured from the least backlog of the earlier half of the time to the least one of the later half.
+    measured from the least backlog of the earlier half of the time to the least one of the later half. While it grows
+    the rate is that of the later half if that is greater, because the load may just have risen.
     """
     looks = [look for look in looks if look.waiting is not None] or looks  # a source may begin to tell later
     if len(looks) < 2 or looks[-1].at <= looks[0].at:
         return None
     first, last = looks[0], looks[-1]
-    span = last.at - first.at
-    came = last.planned - first.planned + (last.waiting or 0) - (first.waiting or 0)
-    middle = first.at + span / 2
+    whole_s = _came(first, last) / (last.at - first.at)
+    middle = (first.at + last.at) / 2
     early = [look for look in looks if look.at <= middle and look.waiting is not None]
     late = [look for look in looks if look.at > middle and look.waiting is not None]
     if not early or not late:
-        return Arrival(max(0.0, came / span))
+        return Arrival(whole_s)
     low, high = (min(part, key=lambda look: look.waiting or 0) for part in (early, late))
     gained = (high.waiting or 0) - (low.waiting or 0)
-    return Arrival(max(0.0, came / span), gained / (high.at - low.at), gained > max(1.0, GROWTH * came / 2))
+    growing = gained > max(1.0, GROWTH * _came(first, last) / 2)
+    late_s = _came(early[-1], last) / (last.at - early[-1].at)
+    return Arrival(max(whole_s, late_s) if growing else whole_s, gained / (high.at - low.at), growing)
+
+
+def _came(first: Arrived, last: Arrived) -> float:
+    """Rows that arrived between two looks. Estimates may be off, but rows do not go back."""
+    return max(0.0, last.planned - first.planned + (last.waiting or 0) - (first.waiting or 0))
 
 
 def shared_out(rows: float, sizes: Sequence[int]) -> dict[int, int]:

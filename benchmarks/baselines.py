@@ -10,7 +10,9 @@ from typing import Any
 
 from penstock.control import placement
 from penstock.control.controller import Controller
-from penstock.control.events import Command
+from penstock.control.events import (
+    Command,
+)
 from penstock.control.resizes import Resizes
 from penstock.control.routing import RoutingTable
 from penstock.engines.task import Container, TaskSpec, Worker, Written, delta_file

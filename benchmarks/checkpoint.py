@@ -342,9 +342,9 @@ def _growing(args: dict[str, Any], full_snapshots: bool) -> Iterator[Figures]:
     job.wait()
     common.note(f"{epochs} epochs in {time.monotonic() - begin:.0f} s, restoring included")
     status = job.status()
-    history = [entry for entry in status.history if entry["rows"]]
+    history = [entry for entry in status.history if entry.rows]
     assert len(history) == epochs, f"{len(history)} epochs of {epochs}"
-    times = [entry["ms"] for entry in history]
+    times = [entry.ms for entry in history]
     yield {
         **epoch_figures(times),
         "state_bytes": status.state_bytes,

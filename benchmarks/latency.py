@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -189,7 +190,7 @@ def penstock_half(args: dict[str, Any]) -> Iterator[Figures]:
     status = job.status()
     values, weights = event_latencies(published, clock.first, rate, warm_s)
     # The instances of each stage, as one number for the picture.
-    history = [{**entry, "instances": _instances(entry["instances"])} for entry in status.history]
+    history = [{**msgspec.structs.asdict(e), "instances": max(e.instances.values(), default=0)} for e in status.history]
     yield {
         "rows_s": round(rate),
         "p50_ms": common.rounded(weighted_percentile(values, weights, 0.50)),
@@ -202,10 +203,6 @@ def penstock_half(args: dict[str, Any]) -> Iterator[Figures]:
         "checkpoints": status.checkpoints,
         "history": history,
     }
-
-
-def _instances(value: Any) -> int:
-    return max(value.values(), default=0) if isinstance(value, dict) else int(value)
 
 
 CONTENDERS: dict[str, common.Contender] = {"penstock_peak": penstock_peak, "penstock_half": penstock_half}

@@ -518,7 +518,7 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
     feeder.stop()
     rows = args["keys"] + feeder.fed * FILE_ROWS
     wait_for(_watch(job, lambda: job.status().rows >= rows), SETTLE_S_MAX * 4, "all input is published")
-    history = [entry["ms"] for entry in job.status().history if entry["rows"] == FILE_ROWS]
+    history = [entry.ms for entry in job.status().history if entry.rows == FILE_ROWS]
     job.stop()
     yield {
         "kills": kills,
@@ -578,7 +578,7 @@ def _owners(job: Any) -> set[str]:
 def _share_current(job: Any) -> float:
     """The share of slices that have all the backups they should have; 1 without backups."""
     backups = job.status().backups
-    return float(backups["slices_current"] / backups["slices_total"]) if backups else 1.0
+    return backups.slices_current / backups.slices_total if backups else 1.0
 
 
 def _after_checkpoint(trace: Trace, seconds: float) -> None:

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from benchmarks import common
 from benchmarks.common import Figures, Row
+from penstock.observe.status import EpochStatus
 
 SUMMARY = "Memory, files and epoch time over thousands of epochs: what grows."
 
@@ -130,7 +132,7 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
     history: dict[int, Figures] = {}
     while not job.wait(SAMPLE_S):
         status = job.status()
-        history.update({entry["epoch"]: _plain(entry) for entry in status.history})
+        history.update({entry.epoch: _plain(entry) for entry in status.history})
         sample = {
             "epoch": status.epoch,
             "at_s": round(status.uptime_s, 1),
@@ -144,7 +146,7 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
         if status.epoch and job.status().phase == "running" and job.status().epoch < args["epochs"]:
             samples.append(sample)
     status = job.status()
-    history.update({entry["epoch"]: _plain(entry) for entry in status.history})
+    history.update({entry.epoch: _plain(entry) for entry in status.history})
     assert status.rows == rows, f"{status.rows} rows of {rows}"
     yield {
         "samples": samples,
@@ -155,10 +157,9 @@ def penstock(args: dict[str, Any]) -> Iterator[Figures]:
     }
 
 
-def _plain(entry: Mapping[str, Any]) -> Figures:
+def _plain(entry: EpochStatus) -> Figures:
     """An epoch with its instances as one number, for the picture."""
-    found = entry["instances"]
-    return {**entry, "instances": max(found.values(), default=0) if isinstance(found, Mapping) else found}
+    return {**msgspec.structs.asdict(entry), "instances": max(entry.instances.values(), default=0)}
 
 
 CONTENDERS: dict[str, common.Contender] = {"penstock": penstock}

@@ -343,13 +343,14 @@ def penstock(args: dict[str, Any], policy: Literal["safe-rate"] | None = "safe-r
     job = start(flow, engine="spark", config=config)
     wait_for(lambda: job.status().phase in ("running", "failed"), recovery.SETTLE_S_MAX, "the job runs")
     recorder = Recorder(job._runtime, OPERATOR)
-    # While processes start, every stage looks busy. So the policy watches from the first file on.
-    watching, job._runtime.policy = job._runtime.policy, None
+    # While processes start, everything looks busy: the policy watches from the first file on.
+    scaler = job._runtime.scaler
+    watching, scaler.policy = scaler.policy, None
     feeder = TideFeeder(Path(args["pool"]), place / "in", tide)
     warm_up(job, feeder)
     first = job.status().rows
     feeder.start()
-    job._runtime.policy = watching
+    scaler.policy = watching
     wait_for(lambda: alive(job) and not feeder.is_alive(), RUN_S_MAX, "all files have come")
     rows = first + sum(file.rows for file in feeder.files)
     wait_for(lambda: alive(job) and job.status().rows >= rows, RUN_S_MAX / 2, "all input is published")

@@ -137,7 +137,7 @@ def begin(args: dict[str, Any], stop_and_copy: bool) -> tuple[Any, migrate.Recor
         backups=0,
         stop_and_copy=stop_and_copy,
     )
-    node = job.status().nodes[0]["name"]
+    node = job.status().nodes[0].name
     elsewhere = (NODES - 1) * AT_FIRST
     orders: list[migrate.Order] = [
         (order_name(before, after), partial(job.set_cores, node, after), elsewhere + after) for before, after in ORDERS

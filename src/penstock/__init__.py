@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.engines.job import Job, run, run_local
     from penstock.errors import PenstockError
     from penstock.flow import Flow, KeyedStream, Stream, WindowedStream
-    from penstock.observe.status import JobStatus, OperatorStatus
+    from penstock.observe.status import JobStatus, OperatorStatus, StageStatus
     from penstock.operators.aggregates import (
         Aggregate,
         Aggregator,
@@ -109,6 +109,7 @@ __all__ = [
     "Sink",
     "Source",
     "SourceRange",
+    "StageStatus",
     "State",
     "Stream",
     "Time",
@@ -213,6 +214,7 @@ _HOMES = {
     "penstock.observe.status": (
         "JobStatus",
         "OperatorStatus",
+        "StageStatus",
     ),
     "penstock.operators.aggregates": (
         "Aggregate",

@@ -292,7 +292,7 @@ def _examples(*lines: str) -> str:
 
 
 def _remote(job: str) -> Any:
-    from penstock.engines.control import RemoteJob, find_job
+    from penstock.engines.steering import RemoteJob, find_job
 
     notes = Console(stderr=True)
     return RemoteJob(find_job(job, note=lambda text: notes.print(f"note: {escape(text)}", soft_wrap=True)))
@@ -334,7 +334,7 @@ def status(
 
 
 def _print_jobs(as_json: bool) -> None:
-    from penstock.engines.control import RemoteJob, running_jobs
+    from penstock.engines.steering import RemoteJob, running_jobs
     from penstock.observe.live import duration_text, short
     from penstock.observe.report import columns
 
@@ -399,7 +399,7 @@ def scale(
 ) -> None:
     """Change the size of a running job: nodes, instances of a stage, or cores of a node."""
     with _manners(verbose):
-        from penstock.engines.control import parse_counts
+        from penstock.engines.steering import parse_counts
 
         if sum(map(bool, (nodes, remove, stage, cores))) != 1:
             raise ConfigError(
@@ -435,7 +435,7 @@ def migrate(
 ) -> None:
     """Move slices of a stage to another container while the job runs."""
     with _manners(verbose):
-        from penstock.engines.control import parse_slices
+        from penstock.engines.steering import parse_slices
 
         chosen = parse_slices(slices)
         print(_remote(job).change("migrate", stage=stage, slices=chosen, container=to))
@@ -884,8 +884,8 @@ def _leave_at_once(code: int) -> None:
     """End the process now. Threads that wait for Spark would hold it otherwise. The JVM ends with our pipe to it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if (control := sys.modules.get("penstock.engines.control")) is not None:
-        control.close_all()  # os._exit runs no exit handlers
+    if (steering := sys.modules.get("penstock.engines.steering")) is not None:
+        steering.close_all()  # os._exit asks nobody
     os._exit(code)
 
 

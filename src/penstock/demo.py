@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import numpy as np
 import polars as pl
 from rich.console import Console
@@ -42,7 +43,7 @@ from penstock.errors import ConfigError, EngineError
 from penstock.flow import Flow
 from penstock.observe.live import UntilDone, await_start, bar, quiet_start, short, watch
 from penstock.observe.plot import plot_run
-from penstock.observe.status import JobStatus
+from penstock.observe.status import EpochStatus, JobStatus
 from penstock.operators.aggregates import count
 from penstock.operators.windows import hopping
 
@@ -186,7 +187,7 @@ class Director:
             self._stop()
 
     def _see(self, status: JobStatus) -> None:
-        slices = {str(node["name"]): int(node["slices"]) for node in status.nodes}
+        slices = {node.name: node.slices for node in status.nodes}
         if not self.seen or self.seen[-1][1] != slices:
             self.seen.append((status.uptime_s, slices))
 
@@ -404,30 +405,30 @@ class Measured:
             "executors": self.executors(),
         }
 
-    def _steady(self) -> list[dict[str, Any]]:
+    def _steady(self) -> list[EpochStatus]:
         history = self.status.history
-        return [e for e in history if e["at_s"] >= history[0]["at_s"] + WARM_UP_S] or list(history)
+        return [e for e in history if e.at_s >= history[0].at_s + WARM_UP_S] or list(history)
 
     def rows_s(self) -> float:
         steady = self._steady()
         if len(steady) < 2:
             return 0.0
-        return float(sum(e["rows"] for e in steady[1:]) / max(steady[-1]["at_s"] - steady[0]["at_s"], 1e-3))
+        return float(sum(e.rows for e in steady[1:]) / max(steady[-1].at_s - steady[0].at_s, 1e-3))
 
     def latency_ms(self) -> tuple[float, float]:
         """Median and 99th percentile, over rows, of the time from a row's arrival to its epoch's output.
 
         A row arrives when the rate says so, whether or not anybody was ready to read it: waiting counts.
         """
-        through = self.status.rows - sum(e["rows"] for e in self.status.history)
-        steady = {e["epoch"] for e in self._steady()}
+        through = self.status.rows - sum(e.rows for e in self.status.history)
+        steady = {e.epoch for e in self._steady()}
         waits: list[np.ndarray] = []
         weights: list[np.ndarray] = []
         for entry in self.status.history:
-            rows = entry["rows"]
-            if rows and entry["epoch"] in steady:
+            rows = entry.rows
+            if rows and entry.epoch in steady:
                 row = through + rows * (np.arange(POINTS) + 0.5) / POINTS
-                waits.append(self.origin + entry["at_s"] - (self.zero + row / self.rate))
+                waits.append(self.origin + entry.at_s - (self.zero + row / self.rate))
                 weights.append(np.full(POINTS, rows / POINTS))
             through += rows
         if not waits:
@@ -441,19 +442,19 @@ class Measured:
     def rescale(self) -> dict[str, Any] | None:
         """At which epoch the stage got its new containers, what moved, and how long output paused for it."""
         history = self.status.history
-        after = next((i for i, e in enumerate(history) if e["instances"][STAGE] == AFTER), 0)
+        after = next((i for i, e in enumerate(history) if e.instances[STAGE] == AFTER), 0)
         if not after:
             return None
-        gaps = [b["at_s"] - a["at_s"] for a, b in pairwise(history)]
+        gaps = [b.at_s - a.at_s for a, b in pairwise(history)]
         return {
             "stage": STAGE,
             "from": BEFORE,
             "to": AFTER,
-            "epoch": history[after]["epoch"],
-            "at_s": history[after - 1]["at_s"],
+            "epoch": history[after].epoch,
+            "at_s": history[after - 1].at_s,
             "slices": self.status.slices,
             "slices_moved": self.moved,
-            "pause_ms": round((history[after]["at_s"] - history[after - 1]["at_s"]) * 1000, 1),
+            "pause_ms": round((history[after].at_s - history[after - 1].at_s) * 1000, 1),
             "epoch_gap_ms": round(float(np.median(gaps)) * 1000, 1),
         }
 
@@ -462,7 +463,7 @@ class Measured:
         if not self.done or max((len(slices) for _, slices in self.seen), default=0) < 2:
             return None
         history = self.status.history
-        gaps = [(b["at_s"], b["at_s"] - a["at_s"]) for a, b in pairwise(history)]
+        gaps = [(b.at_s, b.at_s - a.at_s) for a, b in pairwise(history)]
         since = [gap for at, gap in gaps if at >= self.done[0][0]]
         events = sorted([*self.done, *changes(self.seen)])
         return {
@@ -522,9 +523,10 @@ def verdict(source: WordSource, rows: int, output: pl.DataFrame) -> dict[str, An
     }
 
 
-def draw(history: Sequence[Mapping[str, Any]], target: Path, result: Mapping[str, Any]) -> Path:
+def draw(epochs: Sequence[EpochStatus], target: Path, result: Mapping[str, Any]) -> Path:
     """The run as a picture, what was done to it marked."""
     title = f"top words, {short(result['rows_s_asked'])} words a second"
+    history: list[dict[str, Any]] = msgspec.to_builtins(epochs)
     executors = result["executors"]
     if executors:
         marks = [(float(event["at_s"]), str(event["what"])) for event in executors["events"]]

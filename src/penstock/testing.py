@@ -23,7 +23,7 @@ from typing import Any
 import polars as pl
 
 from penstock.config import Config
-from penstock.connectors.base import Offset, ReadResult, Sink, Source, SourceContext, SourceRange, Split
+from penstock.connectors.base import Backlog, Offset, ReadResult, Sink, Source, SourceContext, SourceRange, Split
 from penstock.connectors.sinks import MemorySink
 from penstock.engines.job import start
 from penstock.errors import FlowError, SourceError
@@ -66,6 +66,9 @@ class RowsSource(Source):
     def read(self, source_id: str, split: Split) -> ReadResult:
         return ReadResult(self.frame[split["first"] : split["last"]])
 
+    def backlog(self, offset: Offset) -> Backlog:
+        return Backlog(rows=self.frame.height - offset["row"])
+
     def exhausted(self, offset: Offset) -> bool:
         return bool(offset["row"] >= self.frame.height)
 
@@ -103,6 +106,9 @@ class _Wrapped(Source):
 
     def read(self, source_id: str, split: Split) -> ReadResult:
         return self.inner.read(source_id, split)
+
+    def backlog(self, offset: Offset) -> Backlog:
+        return self.inner.backlog(offset["inner"])
 
     def exhausted(self, offset: Offset) -> bool:
         return self.inner.exhausted(offset["inner"])
@@ -227,7 +233,7 @@ def run(flow: Flow, *, sources: Mapping[str, Any] | None = None, **settings: Any
     changed.dead_letters(dead)
     job = start(changed, engine="local", config=Config(**{"instances": 1, **settings}))
     job.wait()
-    late = {o.id: o.late for o in job.status().operators if o.late}
+    late = {o.id: o.late for o in job.status().stages if o.late}
     return Run({id: sink.frame() for id, sink in memories.items()}, late, dead.frame())
 
 

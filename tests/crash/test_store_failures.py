@@ -525,7 +525,7 @@ def test_other_settings_after_a_restart(settings: dict[str, Any], crash: bool, t
     assert any("slices=64 is ignored" in n for n in job.notices) == ("slices" in settings)
     if "instances" in settings:
         wanted = settings["instances"]
-        assert {o.id: o.instances for o in job.status().operators} == dict.fromkeys(
+        assert {o.id: o.instances for o in job.status().stages} == dict.fromkeys(
             ("in", "sums", "windows", "last"), wanted
         )
     frames = output(tmp_path / "out")

@@ -16,7 +16,7 @@ from penstock.control.policies import (
     Limits,
     Observation,
     Policy,
-    Ring,
+    RingPolicy,
     SafeRate,
     TargetLatency,
 )
@@ -25,7 +25,7 @@ from tests.property.cuts import examples
 SLICES = 32
 EVERY_S = 1.0
 LONG = 1500
-policies = st.sampled_from([SafeRate(), TargetLatency(500.0), Ring()])
+policies = st.sampled_from([SafeRate(), TargetLatency(500.0), RingPolicy()])
 loads = st.floats(0, 50_000, allow_nan=False)
 
 
@@ -155,7 +155,7 @@ def test_four_times_the_load_and_back(policy: Policy, load: float, start: int, t
     down, again = settle(load)
     # At a boundary between two sizes a shrink may be regretted, each time with twice the patience.
     regrets = 2 * math.log2(PATIENCE_MAX)
-    assert max(first, up, down) <= (24 if isinstance(policy, Ring) else 7) + regrets
+    assert max(first, up, down) <= (24 if isinstance(policy, RingPolicy) else 7) + regrets
     assert large >= small
     capacity = 1000.0
     for size, rate in ((small, load), (large, 4 * load), (again, load)):

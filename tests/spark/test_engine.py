@@ -85,7 +85,7 @@ def test_a_whole_flow_and_what_its_status_says(session: Any, tmp_path: Path) -> 
     assert status.checkpoints >= 1 and status.checkpoint_bytes > 0
     assert status.state_rows == 5 and status.state_bytes > 0
     assert status.slices == 8 and status.uptime_s > 0 and status.epoch_ms > 0
-    source, count = status.operators
+    source, count = status.stages
     assert (source.id, source.kind, source.operators) == ("in", "source", ("in", "most"))
     assert (source.rows_in, count.rows_in) == (100, source.rows_out)
     assert count.operators == ("count", "files", "memory", "function") and count.instances == 2

@@ -240,7 +240,7 @@ def test_from_one_container_to_eight_and_back(session: Any) -> None:
         settings: dict[str, Any] = {"instances": 1, "epochs_in_flight": 1, "checkpoint_interval_s": 3600.0}
         job = run(flow, engine, rescales, stop_and_copy=True, **settings)
         assert job.status().recoveries == 0
-        assert [h["instances"]["count"] for h in job.status().history] == [1, 8, 3, 5, 5, 5]
+        assert [h.instances["count"] for h in job.status().history] == [1, 8, 3, 5, 5, 5]
         outcomes.append(outcome({"out": sink}))
     assert outcomes[1] == outcomes[0]
 

@@ -144,7 +144,7 @@ class Faults:
         status = self.watch.job.status()
         backups = status.backups
         current = backups.get("slices_current") == backups.get("slices_total", -1)
-        return bool(current and all(node["slices"] for node in status.nodes))
+        return bool(current and all(node.slices for node in status.nodes))
 
     def strike(self, fault: str) -> dict[str, Any]:
         c = self.watch.controller
@@ -167,7 +167,7 @@ class Faults:
         )
         rebuilt = self.rebuilt[before:]  # what moves later is another matter
         self.watch.until(f"everybody has slices and backups after {fault}", self.whole)
-        slices = {node["name"]: node["slices"] for node in self.watch.job.status().nodes}
+        slices = {node.name: node.slices for node in self.watch.job.status().nodes}
         return {
             "recoveries": c.recoveries - recoveries,
             "newcomers": [count for node, count in slices.items() if node not in nodes],

@@ -151,7 +151,7 @@ def one(place: Path, kill_at: int) -> None:
         homes=sorted(homes),
         before=before,
         after=after,
-        remote=sum(o.bytes_remote for o in status.operators),
+        remote=sum(o.bytes_remote for o in status.stages),
     )
 
 

@@ -64,7 +64,7 @@ def begin(**settings):
 
 
 def slices(job):
-    return {n["name"]: n["slices"] for n in job.status().nodes}
+    return {n.name: n.slices for n in job.status().nodes}
 
 
 def until(job, what, test):
@@ -134,7 +134,7 @@ def main():
     until(job, "larger", lambda: len(slices(job)) == 2 and all(slices(job).values()))
     until(job, "calm", lambda: not job.status().moves)
     more, before = slices(job), job.status().recoveries
-    until(job, "backed up", lambda: (b := job.status().backups)["slices_current"] == b["slices_total"])
+    until(job, "backed up", lambda: (b := job.status().backups) is not None and b.slices_current == b.slices_total)
     print("decommission the first, please", flush=True)
     until(job, "smaller", lambda: len(slices(job)) == 1)
     epochs(job, 5)

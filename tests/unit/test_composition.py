@@ -91,7 +91,7 @@ def test_a_named_partition_has_its_own_instances_and_is_a_handle_to_rescale() ->
         {0: 22, 1: 21, 2: 21},
         {0: 32, 1: 32},
     ]
-    assert {o.id: o.instances for o in job.status().operators} == {"in": 1, "counts": 2}
+    assert {o.id: o.instances for o in job.status().stages} == {"in": 1, "counts": 2}
     counts = sink.frame().group_by("k").agg(pl.col("n").max(), pl.len())
     assert counts.sort("k").rows() == [(k, 80, 40) for k in sorted(f"k{i}" for i in range(50))]
 

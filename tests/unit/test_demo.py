@@ -23,7 +23,7 @@ from penstock.connectors.generator import WordSource, words
 from penstock.demo import AFTER, BEFORE, STAGE, Act, ArrivalClock, Director, Measured
 from penstock.engines.job import run_local
 from penstock.errors import ConfigError
-from penstock.observe.status import JobStatus
+from penstock.observe.status import EpochStatus, JobStatus, NodeStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 START = dt.datetime(2024, 1, 1)
@@ -90,6 +90,9 @@ def test_no_output_is_no_verdict() -> None:
 # --- the schedule -------------------------------------------------------------------------------------------------
 
 
+DEMO = {"job": "demo", "flow": "demo", "engine": "spark"}
+
+
 class FakeJob:
     def __init__(self) -> None:
         self.epoch = 0
@@ -99,9 +102,16 @@ class FakeJob:
         self.asked: list[str] = []
 
     def status(self) -> JobStatus:
-        nodes = tuple({"name": name, "slices": slices} for name, slices in self.nodes.items())
+        nodes = tuple(NodeStatus(name=name, slices=slices) for name, slices in self.nodes.items())
         return JobStatus(
-            "demo", "demo", "spark", "running", epoch=self.epoch, nodes=nodes, slices=64, uptime_s=self.uptime_s
+            job="demo",
+            flow="demo",
+            engine="spark",
+            phase="running",
+            epoch=self.epoch,
+            nodes=nodes,
+            slices=64,
+            uptime_s=self.uptime_s,
         )
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -169,7 +179,7 @@ def test_executors_that_leave_and_come_are_seen() -> None:
         (6.0, "3 has 21 slices"),
     ]
     history = tuple(entry(i, float(i), 10, 3) for i in range(1, 8))
-    status = JobStatus("demo", "demo", "spark", "stopped", epoch=7, rows=70, slices=64, history=history)
+    status = JobStatus(**DEMO, phase="stopped", epoch=7, rows=70, slices=64, history=history)
     found = Measured(status, 0.0, 0.0, 10.0, 0, False, director.done, director.seen).executors()
     assert found is not None
     assert [e["what"] for e in found["events"]] == [
@@ -205,14 +215,21 @@ def test_a_length_that_makes_no_sense_is_refused(seconds: float) -> None:
 # --- the measurements ---------------------------------------------------------------------------------------------
 
 
-def entry(epoch: int, at_s: float, rows: int, containers: int = BEFORE) -> dict[str, Any]:
-    return {"epoch": epoch, "at_s": at_s, "rows": rows, "ms": 100.0, "instances": {"words": 1, STAGE: containers}}
+def entry(epoch: int, at_s: float, rows: int, containers: int = BEFORE) -> EpochStatus:
+    return EpochStatus(epoch=epoch, at_s=at_s, rows=rows, ms=100.0, instances={"words": 1, STAGE: containers})
 
 
-def measured(*history: dict[str, Any], rate: float = 1000.0) -> Measured:
-    rows = sum(e["rows"] for e in history)
+def measured(*history: EpochStatus, rate: float = 1000.0) -> Measured:
+    rows = sum(e.rows for e in history)
     status = JobStatus(
-        "demo", "demo", "spark", "stopped", epoch=len(history), rows=rows, slices=64, history=tuple(history)
+        job="demo",
+        flow="demo",
+        engine="spark",
+        phase="stopped",
+        epoch=len(history),
+        rows=rows,
+        slices=64,
+        history=tuple(history),
     )
     # The first row arrives two seconds after the zero of the history.
     return Measured(status, zero=102.0, origin=100.0, rate=rate, moved=32, interrupted=False)
@@ -229,7 +246,7 @@ def test_the_start_does_not_count() -> None:
     slow_start = [entry(1, 20.0, 1000), *(entry(i + 2, 20.5 + i, 1000) for i in range(25))]
     run = measured(*slow_start)
     assert run.rows_s() == pytest.approx(1000)
-    with_start = [e["at_s"] for e in run._steady()]
+    with_start = [e.at_s for e in run._steady()]
     assert min(with_start) >= 20.0 + demo.WARM_UP_S
 
 
@@ -294,7 +311,7 @@ def test_the_picture_marks_the_rescale(tmp_path: Path) -> None:
 
 def test_the_picture_and_the_report_tell_of_executors(tmp_path: Path) -> None:
     history = tuple(entry(i, float(i), 500, 3) for i in range(1, 20))
-    status = JobStatus("demo", "demo", "spark", "stopped", epoch=19, rows=9_500, slices=64, history=history)
+    status = JobStatus(**DEMO, phase="stopped", epoch=19, rows=9_500, slices=64, history=history)
     seen = [(0.5, {"0": 32, "1": 32}), (6.0, {"0": 64}), (12.0, {"0": 64, "2": 0}), (14.0, {"0": 32, "2": 32})]
     run = Measured(status, 0.0, 0.0, 500.0, 0, False, [(4.0, "one is to leave"), (8.0, "one is asked for")], seen)
     result = run.result()

@@ -29,6 +29,7 @@ PUBLIC = [
     "Sink",
     "Source",
     "SourceRange",
+    "StageStatus",
     "State",
     "Stream",
     "Time",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import json
 import threading
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import polars as pl
 import pytest
@@ -22,18 +22,17 @@ from penstock.control.events import (
     RescaleRequested,
 )
 from penstock.control.load import FLOOR, LOAD_EPOCHS, ROWS_MIN, SliceLoad, shares
-from penstock.control.policies import Decision, Move, Observation
-from penstock.control.policies import Ring as RingPolicy
-from penstock.control.records import TaskReport
-from penstock.engines import runtime as runtime_module
+from penstock.control.policies import Decision, Observation, RingPolicy, SliceMove
+from penstock.engines import scaling
 from penstock.engines.hot import KEYS_MAX, SAMPLE_ROWS, hottest_keys, rows_by_slice
 from penstock.engines.job import start
-from penstock.engines.runtime import Runtime
+from penstock.engines.scaling import Scaler
 from penstock.observe import metrics as metrics_module
+from penstock.observe.cluster import nodes
 from penstock.observe.journal_codec import from_json, to_json
-from penstock.observe.metrics import Metrics
+from penstock.observe.metrics import Metrics, StageFacts
 from penstock.observe.report import status_lines
-from penstock.observe.status import JobStatus, hot_text
+from penstock.observe.status import ContainerStatus, JobStatus, StageStatus
 from penstock.operators.base import HASH
 from penstock.state.hashing import hash_columns
 from penstock.state.slicemap import SliceMap
@@ -194,26 +193,26 @@ class Says:
 
 
 def considered(d: Fleet, decision: Decision) -> list[Any]:
-    """What the runtime posts for a decision."""
+    """What is ordered for a decision."""
     posted: list[Any] = []
-    fake = SimpleNamespace(
-        controller=d.controller,
-        metrics=SimpleNamespace(busy_containers=lambda status: {}),
-        status=lambda: JobStatus("j", "f", "sim", "running"),
-        config=Config(),
-        notices=[],
-        policy_said=None,
-        asking=0,
-        ask_again_at=math.inf,
-        post=posted.append,
+    routing = d.controller.routes.table
+    stage = StageStatus(
+        id=COUNT,
+        kind="keyed",
+        stateful=True,
+        instances=routing.instances[COUNT],
+        owners=tuple(routing.owners[COUNT]),
+        usable=tuple(p.container for p in d.controller.balance.peers(COUNT)),
     )
-    fake._move = lambda *a: Runtime._move(fake, *a)  # type: ignore[arg-type]
-    Runtime._consider(fake, Says(decision), d.now)  # type: ignore[arg-type]
+    status = JobStatus(job="j", flow="f", engine="sim", phase="running", stages=(stage,), nodes=nodes(d.controller))
+    scaler = Scaler(Config(), posted.append, lambda text: None, lambda: d.now, lambda: None)
+    scaler.policy = Says(decision)
+    scaler.consider(status, d.now)
     return posted
 
 
 def half(*slices: int, source: int, target: int, instances: int) -> Decision:
-    moves = tuple(Move(COUNT, s, source, target) for s in slices)
+    moves = tuple(SliceMove(COUNT, s, source, target) for s in slices)
     return Decision("rescale", "hot", stage=COUNT, instances={COUNT: instances}, moves=moves)
 
 
@@ -244,73 +243,58 @@ def test_the_neighbour_takes_a_whole_arc_and_the_last_container_goes() -> None:
 # -- what people see --------------------------------------------------------------------------------------------------
 
 
-def hot_metrics(share: float, busy_ms: float = 1000.0) -> tuple[Metrics, Any]:
-    """Ten seconds in which the containers of a stage worked; slice 3 has this share of the rows of container 1."""
-    m = Metrics("j", "f", "sim", {"count": ("keyed", ("count",))})
-    owners = (0, 0, 1, 1)
-    rates = [10.0, 10.0, 100.0 * (1 - share), 100.0 * share]
-    controller = SimpleNamespace(
-        routing=SimpleNamespace(
-            owners={COUNT: owners}, instances={COUNT: 2}, slices_in=lambda stage: 4, slices_most=4, version=1
-        ),
-        load=SimpleNamespace(of=lambda stage, slices: rates),
-        in_flight={},
-        watermarks={},
-        phase="running",
-        published=0,
-        committed=0,
-        recoveries=0,
+def hot_stage(share: float) -> JobStatus:
+    """A stage whose container 1 works all the time; slice 3 has this share of its rows."""
+    stage = StageStatus(
+        id="count",
+        kind="keyed",
+        owners=(0, 0, 1, 1),
+        slice_rows_s=(10.0, 10.0, 100.0 * (1 - share), 100.0 * share),
+        containers=(ContainerStatus(number=0, busy=0.05), ContainerStatus(number=1, busy=0.95)),
     )
-    for epoch in range(1, 11):
-        m.stage_done(
-            "count",
-            epoch,
-            [
-                TaskReport(stage="count", epoch=epoch, attempt=1, index=c, busy_ms=ms)
-                for c, ms in ((0, 50.0), (1, busy_ms))
-            ],
-            epoch,
-        )
-    return m, controller
+    return JobStatus(job="j", flow="f", engine="sim", phase="running", stages=(stage,))
+
+
+def metrics() -> Metrics:
+    return Metrics("j", "f", "sim", {"count": StageFacts("keyed", ("count",))})
 
 
 def test_a_slice_too_hot_for_one_container_is_reported_with_its_keys() -> None:
-    m, controller = hot_metrics(0.9)
-    assert m.find_hot(controller, 10.5) == {COUNT: (3,)}
-    assert [(h["slice"], h["container"], h["keys"]) for h in m.hot] == [(3, 1, [])] and not m.notices
+    m, status = metrics(), hot_stage(0.9)
+    assert m.find_hot(status) == {COUNT: (3,)}
+    assert [(h.slice, h.container, h.keys) for h in m.hot] == [(3, 1, ())] and not m.notices
     m.stage_done(
         "count",
         12,
         [TaskReport(stage="count", epoch=12, attempt=1, index=1, busy_ms=1000.0, keys={3: [("the", 0.7), ("a", 0.1)]})],
         11,
     )
-    m.find_hot(controller, 11.0)
-    status = m.status(controller, 11.0)
-    assert status.hot[0]["keys"] == [["the", 0.7], ["a", 0.1]] and status.hot[0]["share"] > 0.8
-    assert JobStatus.from_dict(status.to_dict()) == status
+    m.find_hot(status)
+    status = msgspec.structs.replace(status, hot=m.hot)
+    assert status.hot[0].keys == (("the", 0.7), ("a", 0.1)) and status.hot[0].share > 0.8
+    assert JobStatus.from_dict(json.loads(json.dumps(status.to_dict()))) == status
     assert len(m.notices) == 1 and "'the' 70%" in m.notices[0]
-    m.find_hot(controller, 11.1)
+    m.find_hot(status)
     assert len(m.notices) == 1, "said once"
     lines = [line for line in status_lines(status, {}) if "hot:" in line]
-    assert lines == [f"  hot: {hot_text(status.hot[0])}"]
+    assert lines == [f"  hot: {status.hot[0]}"]
 
 
-@pytest.mark.parametrize(("share", "busy_ms"), [(0.5, 1000.0), (0.9, 300.0)])
-def test_what_a_move_could_help_or_nobody_suffers_from_is_not_reported(share: float, busy_ms: float) -> None:
-    m, controller = hot_metrics(share, busy_ms)
-    assert m.find_hot(controller, 10.5) == {} and m.hot == ()
+def test_what_a_move_could_help_or_nobody_suffers_from_is_not_reported() -> None:
+    m = metrics()
+    assert m.find_hot(hot_stage(0.5)) == {} and m.hot == ()
+    calm = hot_stage(0.9)
+    stage = msgspec.structs.replace(calm.stages[0], containers=(ContainerStatus(number=1, busy=0.3),))
+    assert m.find_hot(msgspec.structs.replace(calm, stages=(stage,))) == {} and m.hot == ()
 
 
 def test_a_slice_that_cools_down_is_forgotten_but_not_at_once() -> None:
-    m, controller = hot_metrics(0.9)
-    m.find_hot(controller, 10.5)
-    m.hot_keys["count", 3] = [["the", 0.7]]
-    cooler, other = hot_metrics(0.55)
-    assert cooler.find_hot(other, 10.5) == {}, "it would not have been found like this"
-    controller.balance.load = other.load
-    assert m.find_hot(controller, 10.5) == {COUNT: (3,)}
-    controller.balance.load = SimpleNamespace(of=lambda stage, slices: [10.0, 10.0, 60.0, 40.0])
-    assert m.find_hot(controller, 10.5) == {} and not m.hot_keys
+    m = metrics()
+    m.find_hot(hot_stage(0.9))
+    m.hot_keys["count", 3] = (("the", 0.7),)
+    assert metrics().find_hot(hot_stage(0.55)) == {}, "it would not have been found like this"
+    assert m.find_hot(hot_stage(0.55)) == {COUNT: (3,)}
+    assert m.find_hot(hot_stage(0.4)) == {} and not m.hot_keys
 
 
 class Each(ps.Operator):
@@ -323,7 +307,7 @@ class Each(ps.Operator):
 
 def test_a_job_finds_its_hot_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_module, "HOT_SHARE", 0.02)  # on one thread nobody has all the time
-    monkeypatch.setattr(runtime_module, "POLICY_S", 0.0)
+    monkeypatch.setattr(scaling, "POLICY_S", 0.0)
     words = ["hot" if i % 4 else f"w{i % 101}" for i in range(4000)]
     flow, sink = ps.Flow("skewed"), MemorySink()
     source = flow.source("in", given([{"word": w} for w in words]))
@@ -335,7 +319,7 @@ def test_a_job_finds_its_hot_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def trip(step: str) -> None:
         if step == "after-publish":
             ready.wait()
-            found.extend(h for h in held[0].status().hot if h["keys"])
+            found.extend(h for h in held[0].status().hot if h.keys)
 
     config = ps.Config(instances=2, slices=8, epoch_rows=100, control=False)
     job = start(flow, engine="local", config=config, trip=trip)
@@ -343,9 +327,9 @@ def test_a_job_finds_its_hot_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ready.set()
     assert job.wait(60)
     assert found, "it was never reported"
-    number = int(SliceMap(8).of(hash_columns(pl.DataFrame({"word": ["hot"]}), ["word"]))[0])
-    last = [h for h in found if h["slice"] == number][-1]
-    assert last["stage"] == "each" and last["keys"][0][0] == "hot" and last["keys"][0][1] > 0.7
+    number = int(slice_of(hash_columns(pl.DataFrame({"word": ["hot"]}), ["word"]), 8)[0])
+    last = [h for h in found if h.slice == number][-1]
+    assert last.stage == "each" and last.keys[0][0] == "hot" and last.keys[0][1] > 0.7
     rates = job._runtime.controller.balance.load.of("each", 8)  # type: ignore[union-attr]
     assert rates is not None and rates[number] == max(rates) and rates[number] > 0.7 * sum(rates)
     assert any("slice" in notice and "'hot'" in notice for notice in job.notices)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
-from typing import Any
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
@@ -30,10 +29,10 @@ from penstock.observe.live import (
     watch,
 )
 from penstock.observe.report import STRAGGLERS_SHOWN, status_lines
-from penstock.observe.status import JobStatus, OperatorStatus, straggler_text
+from penstock.observe.status import EpochStatus, JobStatus, MoveStatus, NodeStatus, StageStatus, StragglerStatus
 
 HISTORY = tuple(
-    {"epoch": epoch, "at_s": epoch * 0.5, "rows": 1_000_000, "ms": 400.0, "state_rows": 10 * epoch, "instances": 2}
+    EpochStatus(epoch=epoch, at_s=epoch * 0.5, rows=1_000_000, ms=400.0, state_rows=10 * epoch, instances={"counts": 2})
     for epoch in range(1, 41)
 )
 STATUS = JobStatus(
@@ -46,6 +45,7 @@ STATUS = JobStatus(
     epochs_in_flight=2,
     rows=40_000_000,
     rows_s=2_000_000.0,
+    backlog_rows=3_000_000,
     epoch_ms=400.0,
     latency_ms_p50=512.0,
     latency_ms_p99=930.0,
@@ -54,9 +54,26 @@ STATUS = JobStatus(
     slices=64,
     routing_version=3,
     uptime_s=20.0,
-    operators=(
-        OperatorStatus("lines", "source", ("lines", "words"), 2, rows_in_s=2e6, rows_out_s=14e6, busy=0.5),
-        OperatorStatus("counts", "keyed", ("counts", "top"), 4, rows_in_s=14e6, busy=0.97, queue=2, state_rows=300_000),
+    stages=(
+        StageStatus(
+            id="lines",
+            kind="source",
+            operators=("lines", "words"),
+            instances=2,
+            rows_in_s=2e6,
+            rows_out_s=14e6,
+            busy=0.5,
+        ),
+        StageStatus(
+            id="counts",
+            kind="keyed",
+            operators=("counts", "top"),
+            instances=4,
+            rows_in_s=14e6,
+            busy=0.97,
+            queue=2,
+            state_rows=300_000,
+        ),
     ),
     history=HISTORY,
 )
@@ -76,7 +93,7 @@ class FakeJob:
 
     def status(self) -> JobStatus:
         ended = self.turns <= 0
-        return dataclasses.replace(self.last, phase=("failed" if self.error else "stopped") if ended else "running")
+        return msgspec.structs.replace(self.last, phase=("failed" if self.error else "stopped") if ended else "running")
 
     def wait(self, timeout: float | None = None) -> bool:
         self.turns -= 1
@@ -85,30 +102,41 @@ class FakeJob:
         return self.turns <= 0
 
 
-def node(name: str, slices: int, *containers: int, state: str = "up") -> dict[str, Any]:
-    where = {"host": "10.0.0.1", "zone": "rack-1", "cores": len(containers)}
-    return {"name": name, **where, "containers": list(containers), "slices": slices, "state": state}
+def node(name: str, slices: int, *containers: int, state: str = "up") -> NodeStatus:
+    return NodeStatus(
+        name=name,
+        host="10.0.0.1",
+        zone="rack-1",
+        cores=len(containers),
+        containers=containers,
+        slices=slices,
+        state=state,
+    )
 
 
-def move(slice: int, source: int, target: int, phase: str = "rebuild") -> dict[str, Any]:
-    way = {"stage": "counts", "slice": slice, "source": source, "target": target}
-    return {**way, "phase": phase, "since_s": 0.5, "cause": "node 2 to leave"}
+def move(slice: int, source: int, target: int, phase: str = "rebuild") -> MoveStatus:
+    return MoveStatus(
+        stage="counts", slice=slice, source=source, target=target, phase=phase, since_s=0.5, cause="node 2 to leave"
+    )
 
 
 NODES = (node("0", 24, 0, 3), node("1", 20, 1, 4), node("2", 20, 2, 5, state="leaving"))
 MOVES = (*(move(n, 2, n % 2) for n in range(6)), move(9, 5, 0, "switch"))
-SCALING = dataclasses.replace(STATUS, nodes=NODES, moves=MOVES, policy="ring: nothing: all are busy")
+SCALING = msgspec.structs.replace(STATUS, nodes=NODES, moves=MOVES, policy="ring: nothing: all are busy")
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 3, 40])
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 @pytest.mark.parametrize("stages", [0, 1, 3, 40])
 def test_a_frame_fits_the_terminal(width: int, stages: int, nodes: int) -> None:
-    many = tuple(OperatorStatus(f"stage-{n}-with-a-long-name", "keyed", ("a", "b"), 2, busy=0.3) for n in range(stages))
-    status = dataclasses.replace(
-        STATUS, operators=many, dead_letters=3, late=1, recoveries=2, error="x " * 300, flow="f" * 70, epoch=1_234_567
+    many = tuple(
+        StageStatus(id=f"stage-{n}-with-a-long-name", kind="keyed", operators=("a", "b"), instances=2, busy=0.3)
+        for n in range(stages)
     )
-    status = dataclasses.replace(
+    status = msgspec.structs.replace(
+        STATUS, stages=many, dead_letters=3, late=1, recoveries=2, error="x " * 300, flow="f" * 70, epoch=1_234_567
+    )
+    status = msgspec.structs.replace(
         status,
         nodes=tuple(node(f"executor-{n}-of-many", n, n) for n in range(nodes)),
         moves=MOVES if nodes else (),
@@ -134,48 +162,44 @@ def test_a_frame_says_what_matters() -> None:
 
 def test_troubles_show_only_when_there_are_some() -> None:
     assert not any("dead letters" in line or "late " in line or "recoveries" in line for line in lines_of(STATUS))
-    text = "\n".join(lines_of(dataclasses.replace(STATUS, dead_letters=3, recoveries=1)))
+    text = "\n".join(lines_of(msgspec.structs.replace(STATUS, dead_letters=3, recoveries=1)))
     assert "dead letters 3   recoveries 1" in text and "late " not in text
 
 
-def slow(container: int, times_rows: float = 1.0) -> dict[str, Any]:
-    return {
-        "stage": "counts",
-        "container": container,
-        "node": "2",
-        "times_slower": 3.5,
-        "times_rows": times_rows,
-    }
+def slow(container: int, times_rows: float = 1.0) -> StragglerStatus:
+    return StragglerStatus(stage="counts", container=container, node="2", times_slower=3.5, times_rows=times_rows)
 
 
 def test_stragglers_are_told_with_what_they_may_come_from() -> None:
-    status = dataclasses.replace(STATUS, stragglers=(slow(1, times_rows=4.0), slow(3)))
+    status = msgspec.structs.replace(STATUS, stragglers=(slow(1, times_rows=4.0), slow(3)))
     skewed, plain = "with 4 times the rows", "with no more rows than the others"
-    assert [skewed in straggler_text(one) for one in status.stragglers] == [True, False]
+    assert [skewed in str(one) for one in status.stragglers] == [True, False]
     seen = "\n".join(lines_of(status, 120))
     assert "container 1 of 'counts' on 2 takes 3.5 times as long as the others" in seen and "(and 1 more)" in seen
     told = [line for line in status_lines(status, {}) if "straggler" in line]
-    assert told == [f"  straggler: {straggler_text(one)}" for one in status.stragglers]
+    assert told == [f"  straggler: {one!s}" for one in status.stragglers]
     assert skewed in told[0] and plain in told[1]
     assert not [line for line in status_lines(STATUS, {}) if "straggler" in line]
 
 
 def test_of_many_stragglers_the_worst_are_told_and_the_others_counted() -> None:
-    status = dataclasses.replace(STATUS, stragglers=tuple(slow(c) for c in range(STRAGGLERS_SHOWN + 2)))
+    status = msgspec.structs.replace(STATUS, stragglers=tuple(slow(c) for c in range(STRAGGLERS_SHOWN + 2)))
     lines = status_lines(status, {})
     assert sum("straggler:" in line for line in lines) == STRAGGLERS_SHOWN and lines[-1] == "  ... and 2 more"
 
 
 def test_a_node_whose_container_hangs_is_a_suspect_and_no_straggler() -> None:
-    nodes = tuple({"name": name, "state": state} for name, state in (("0", "up"), ("1", "suspect"), ("2", "suspect")))
-    lines = status_lines(dataclasses.replace(STATUS, nodes=nodes), {})
+    nodes = tuple(
+        NodeStatus(name=name, state=state) for name, state in (("0", "up"), ("1", "suspect"), ("2", "suspect"))
+    )
+    lines = status_lines(msgspec.structs.replace(STATUS, nodes=nodes), {})
     assert [line.split()[:3] for line in lines if "suspects" in line] == [["suspects", "1,", "2:"]]
     assert not [line for line in lines if "straggler" in line]
 
 
 def test_more_stages_than_lines_are_counted() -> None:
-    many = tuple(OperatorStatus(f"s{n}", "keyed", (), 1) for n in range(40))
-    drawn = lines_of(dataclasses.replace(STATUS, operators=many))
+    many = tuple(StageStatus(id=f"s{n}", kind="keyed") for n in range(40))
+    drawn = lines_of(msgspec.structs.replace(STATUS, stages=many))
     shown = sum(1 for line in drawn if re.match(r"\s*s\d+ ", line))
     assert f"... and {40 - shown} more" in drawn[-1] and shown > 5
 
@@ -188,13 +212,13 @@ def test_nodes_their_slices_and_what_moves_are_seen() -> None:
     text = "\n".join(drawn)
     assert "moves 6 rebuild, 1 switch: counts 2 -> 0 (3), counts 2 -> 1 (3) and 1 more" in text
     assert "policy ring: nothing: all are busy" in text
-    calm = lines_of(dataclasses.replace(STATUS, nodes=NODES[:1]))
+    calm = lines_of(msgspec.structs.replace(STATUS, nodes=NODES[:1]))
     assert not any(line.split()[:1] in (["node"], ["moves"], ["policy"]) for line in calm), "one node is no news"
 
 
 def test_of_many_nodes_those_are_shown_that_something_happens_to() -> None:
     quiet = tuple(node(f"q{n}", 1, 100 + n) for n in range(40))
-    drawn = lines_of(dataclasses.replace(SCALING, nodes=(*quiet, *NODES)))
+    drawn = lines_of(msgspec.structs.replace(SCALING, nodes=(*quiet, *NODES)))
     names = [line.split()[0] for line in drawn if re.match(r" (\d|q\d+) +\d", line)]
     assert names[:3] == ["0", "1", "2"] and names[3:] == [f"q{n}" for n in range(len(names) - 3)]
     assert drawn[-1] == f" ... and {43 - len(names)} nodes more"
@@ -203,9 +227,9 @@ def test_of_many_nodes_those_are_shown_that_something_happens_to() -> None:
 def test_a_plain_line_names_nodes_and_moves() -> None:
     line = plain_line(SCALING)
     assert "slices 0=24 1=20 2=20(leaving) | moves 6 rebuild, 1 switch: counts 2 -> 0 (3)" in line and line.isascii()
-    many = plain_line(dataclasses.replace(SCALING, nodes=tuple(node(str(n), 1, n) for n in range(50))))
+    many = plain_line(msgspec.structs.replace(SCALING, nodes=tuple(node(str(n), 1, n) for n in range(50))))
     assert "7=1 and 42 nodes more" in many
-    assert len(plain_line(dataclasses.replace(SCALING, policy="word " * 200))) < len(line) + 100
+    assert len(plain_line(msgspec.structs.replace(SCALING, policy="word " * 200))) < len(line) + 100
 
 
 def test_wide_frames_name_the_operators() -> None:
@@ -214,7 +238,7 @@ def test_wide_frames_name_the_operators() -> None:
 
 
 def test_a_long_name_is_cut_before_the_phase() -> None:
-    head = lines_of(dataclasses.replace(STATUS, flow="a-very-long-name-" * 6))[0]
+    head = lines_of(msgspec.structs.replace(STATUS, flow="a-very-long-name-" * 6))[0]
     assert "…  ● running" in head and head.endswith("up 20 s")
 
 
@@ -226,15 +250,15 @@ def test_a_job_that_has_done_nothing_yet() -> None:
 
 def test_checkpoint_age() -> None:
     assert checkpoint_age_s(STATUS) == 2.0
-    assert checkpoint_age_s(dataclasses.replace(STATUS, history=HISTORY[-2:])) is None
+    assert checkpoint_age_s(msgspec.structs.replace(STATUS, history=HISTORY[-2:])) is None
 
 
 def test_rates_are_by_time_and_lose_no_rows() -> None:
     assert rate_series(HISTORY, 10, 20.0, 20.0) == pytest.approx([1.9e6, *[2e6] * 9], rel=0.06)
-    uneven: list[dict[str, Any]] = [
-        {"epoch": 1, "at_s": 1.0, "rows": 100, "ms": 1000},
-        {"epoch": 2, "at_s": 4.0, "rows": 300, "ms": 500},
-        {"epoch": 3, "at_s": 4.0, "rows": 7, "ms": 500},
+    uneven = [
+        EpochStatus(epoch=1, at_s=1.0, rows=100, ms=1000),
+        EpochStatus(epoch=2, at_s=4.0, rows=300, ms=500),
+        EpochStatus(epoch=3, at_s=4.0, rows=7, ms=500),
     ]
     series = rate_series(uneven, 8, 8.0, 8.0)
     assert series == pytest.approx([100, 100, 100, 107, 0, 0, 0, 0])
@@ -298,7 +322,7 @@ def test_plain_lines_have_no_control_codes_and_end_with_the_last_phase() -> None
 def test_json_lines_are_statuses() -> None:
     statuses = [json.loads(line) for line in json_lines(FakeJob(turns=2))]
     assert [status["phase"] for status in statuses] == ["running", "running", "stopped"]
-    assert statuses[0]["operators"][1]["id"] == "counts"
+    assert statuses[0]["stages"][1]["id"] == "counts"
     assert "history" not in statuses[0]
 
 

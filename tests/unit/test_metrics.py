@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.control.offered import Arrived
 from penstock.control.records import TaskReport
-from penstock.observe.metrics import WINDOW_S, Metrics
+from penstock.ids import StageId
+from penstock.observe.metrics import WINDOW_S, Metrics, StageFacts, snapshot
+from penstock.observe.status import JobStatus, OperatorStatus, StragglerStatus
 
 
-def controller(**routing: int) -> Any:
+def controller(**instances: int) -> Any:
     return SimpleNamespace(
-        routing=SimpleNamespace(instances=routing, slices_most=64, version=1),
+        routing=SimpleNamespace(instances=instances, slices=64, version=1, owners={}, homes={}, holders={}),
         in_flight={},
         watermarks={},
         phase="running",
         published=2,
         committed=1,
         recoveries=0,
+        nodes={},
+        leaving=set(),
+        suspects={},
+        invited=0,
+        slots=lambda: None,
+        migration=SimpleNamespace(moves={}),
     )
 
 
@@ -38,14 +48,14 @@ def report(index: int, rows_in: int, rows_out: int, busy_ms: float) -> TaskRepor
 
 
 def metrics() -> Metrics:
-    return Metrics("job", "flow", "local", {"counts": ("keyed", ("counts", "out"))})
+    return Metrics("job", "flow", "local", {"counts": StageFacts("keyed", ("counts", "out"))})
 
 
 def test_input_and_execution_speed_over_the_window() -> None:
     m = metrics()
     m.stage_done("counts", 1, [report(0, 1000, 100, 200.0), report(1, 3000, 300, 200.0)], now=10.0)
     m.stage_done("counts", 2, [report(0, 2000, 200, 300.0), report(1, 2000, 200, 300.0)], now=12.0)
-    (stage,) = m.status(controller(counts=2), now=14.0).operators
+    (stage,) = snapshot(m, controller(counts=2), now=14.0).stages
     assert (stage.rows_in, stage.rows_out) == (8000, 800)
     assert stage.rows_in_s == pytest.approx(2000.0)  # 8,000 rows in the 4 s since the first sample
     assert stage.rows_out_s == pytest.approx(200.0)
@@ -57,7 +67,7 @@ def test_old_samples_leave_the_window_and_totals_stay() -> None:
     m = metrics()
     m.stage_done("counts", 1, [report(0, 1000, 100, 200.0)], now=0.0)
     m.stage_done("counts", 2, [report(0, 500, 50, 100.0)], now=WINDOW_S + 5)
-    (stage,) = m.status(controller(counts=1), now=WINDOW_S + 6).operators
+    (stage,) = snapshot(m, controller(counts=1), now=WINDOW_S + 6).stages
     assert stage.rows_in == 1500
     assert stage.rows_in_s == pytest.approx(500.0)
 
@@ -68,9 +78,9 @@ def test_an_epoch_that_runs_again_is_counted_once() -> None:
     m.published(1, 1000, 1.5, {})
     m.stage_done("counts", 1, [report(0, 1000, 100, 200.0)], now=2.0)
     m.published(1, 1000, 2.5, {})
-    status = m.status(controller(counts=1), now=3.0)
-    assert (status.rows, status.operators[0].rows_in) == (1000, 1000)
-    assert status.steps == ({"id": "counts", "rows_in": 1000, "rows_out": 100, "busy_ms": 200.0},)
+    status = snapshot(m, controller(counts=1), now=3.0)
+    assert (status.rows, status.stages[0].rows_in) == (1000, 1000)
+    assert status.operators == (OperatorStatus(id="counts", rows_in=1000, rows_out=100, busy_ms=200.0),)
 
 
 def epochs_of(m: Metrics, busy_ms: dict[int, float], epochs: int = 20, rows: dict[int, int] | None = None) -> None:
@@ -86,22 +96,22 @@ def epochs_of(m: Metrics, busy_ms: dict[int, float], epochs: int = 20, rows: dic
 def test_a_container_that_the_others_wait_for_is_named_once() -> None:
     m = metrics()
     epochs_of(m, {0: 30.0, 1: 28.0, 2: 90.0, 3: 31.0})
-    status = m.status(controller(counts=4), now=30.0)
+    status = snapshot(m, controller(counts=4), now=30.0)
     assert status.stragglers == (
-        {"stage": "counts", "container": 2, "node": "node-2", "times_slower": 3.0, "times_rows": 1.0},
+        StragglerStatus(stage="counts", container=2, node="node-2", times_slower=3.0, times_rows=1.0),
     )
     epochs_of(m, {0: 30.0, 1: 28.0, 2: 90.0, 3: 31.0})
     assert m.notices == [
         "container 2 of 'counts' on node-2 takes 3 times as long as the others, with no more rows than the others."
     ]
     epochs_of(m, {0: 30.0, 1: 28.0, 2: 30.0, 3: 31.0})
-    assert m.status(controller(counts=4), now=99.0).stragglers == ()
+    assert snapshot(m, controller(counts=4), now=99.0).stragglers == ()
 
 
 def test_skew_is_told_apart_from_a_slow_machine() -> None:
     m = metrics()
     epochs_of(m, {0: 30.0, 1: 90.0}, rows={0: 100, 1: 300})
-    assert [(s["container"], s["times_slower"], s["times_rows"]) for s in m.stragglers] == [(1, 3.0, 3.0)]
+    assert [(s.container, s.times_slower, s.times_rows) for s in m.stragglers] == [(1, 3.0, 3.0)]
     assert m.notices[0].endswith("with 3 times the rows.")
 
 
@@ -137,6 +147,57 @@ def test_a_container_that_is_gone_is_no_straggler() -> None:
 
 
 def test_splits_of_a_source_are_no_containers() -> None:
-    m = Metrics("job", "flow", "local", {"counts": ("source", ("counts",))})
+    m = Metrics("job", "flow", "local", {"counts": StageFacts("source", ("counts",))})
     epochs_of(m, {0: 30.0, 1: 90.0})
     assert m.stragglers == ()
+
+
+def test_the_status_is_one_value_that_nobody_can_change() -> None:
+    m = Metrics(
+        "job",
+        "flow",
+        "local",
+        {"in": StageFacts("source", ("in",)), "counts": StageFacts("keyed", ("counts",), ("in",), stateful=True)},
+    )
+    for epoch in range(1, 5):
+        m.looked("in", Arrived(float(epoch), 1000 * epoch, 500 * epoch), 1000, True)
+        m.planned(epoch, {"in": 1000}, float(epoch))
+        m.stage_done(
+            "in",
+            epoch,
+            [TaskReport(stage="in", epoch=epoch, attempt=1, index=0, rows_in=1000, busy_ms=10.0)],
+            epoch + 0.1,
+        )
+        m.stage_done("counts", epoch, [report(0, 1000, 100, 200.0)], epoch + 0.5)
+        m.published(epoch, 1000, epoch + 0.5, {StageId("in"): 1, StageId("counts"): 1})
+    c = controller(**{"in": 1, "counts": 1})
+    c.routing.owners = {"counts": (0, 0, 0, 0)}
+    c.peers = lambda stage: [SimpleNamespace(container=0), SimpleNamespace(container=1)]
+    c.load = SimpleNamespace(of=lambda stage, slices: [1.0, 2.0, 3.0, 4.0])
+    status = snapshot(m, c, now=5.0, policy="safe-rate")
+    source, counts = status.stages
+    assert (status.backlog_rows, source.backlog_rows, source.backlog_grows) == (2000, 2000, True)
+    assert source.offered_s == pytest.approx(1500.0) and counts.offered_s == pytest.approx(1500.0)
+    assert counts.capacity_s == pytest.approx(5000.0) and counts.inputs == ("in",)
+    assert (counts.owners, counts.usable, counts.slice_rows_s) == ((0, 0, 0, 0), (0, 1), (1.0, 2.0, 3.0, 4.0))
+    assert [c.number for c in counts.containers] == [0] and counts.containers[0].busy == pytest.approx(counts.busy)
+    assert source.back_pressured > 0.3 and counts.back_pressured == 0.0
+    for stage in status.stages:
+        assert stage.busy + stage.back_pressured + stage.idle == pytest.approx(1.0)
+    with pytest.raises(AttributeError):
+        status.phase = "stopped"  # type: ignore[misc]
+    m.published(9, 1000, 9.0, {})
+    assert status.epoch == 2 and len(status.history) == 4
+    assert JobStatus.from_dict(json.loads(json.dumps(status.to_dict()))) == status
+
+
+def test_a_status_of_another_version_is_read_as_far_as_it_is_known() -> None:
+    other = {
+        "job": "j",
+        "flow": "f",
+        "engine": "spark",
+        "phase": "running",
+        "news": 1,
+        "stages": [{"id": "a", "kind": "keyed", "x": 2}],
+    }
+    assert [s.id for s in JobStatus.from_dict(other).stages] == ["a"]

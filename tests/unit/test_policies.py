@@ -13,16 +13,16 @@ from penstock.control.policies import (
     Decision,
     Guarded,
     Limits,
-    Move,
     Observation,
     Policy,
-    Ring,
+    RingPolicy,
     SafeRate,
+    SliceMove,
     TargetLatency,
-    policy_from,
 )
+from penstock.engines.scaling import observation_of, policy_from
 from penstock.errors import ConfigError
-from penstock.observe.status import JobStatus, OperatorStatus
+from penstock.observe.status import ContainerStatus, JobStatus, MoveStatus, NodeStatus, StageStatus
 
 
 def seen(offered: float, per_instance: float = 1000.0, instances: int = 2, **more: Any) -> Observation:
@@ -100,9 +100,56 @@ def test_a_job_at_its_limit_doubles_when_what_is_offered_is_not_known() -> None:
     assert SafeRate().decide(saturated).instances == {"counts": 4}
 
 
-def test_a_measured_capacity_goes_before_the_estimate() -> None:
-    assert SafeRate().decide(seen(1000, capacity_rows_s=4000.0)).kind == "nothing"
-    assert SafeRate().decide(seen(1000, capacity_rows_s=1000.0)).instances == {"counts": 4}
+def test_what_is_measured_goes_before_the_estimate() -> None:
+    def measured(offered: float, capacity: float) -> Decision:
+        return SafeRate().decide(seen(1000, offered_s={"counts": offered}, capacity_s={"counts": capacity}))
+
+    assert measured(1000, 4000).kind == "nothing"
+    assert measured(1000, 1000).instances == {"counts": 4}
+    assert measured(5000, 4000).instances == {"counts": 5}, "what is offered, though 1,000 are processed"
+    half_known = seen(1000, offered_s={"counts": 5000.0})
+    assert SafeRate().decide(half_known).kind == "nothing", "rows of the stage are not compared with those of the job"
+
+
+def piling_up(offered: float = 8000.0, **more: Any) -> Observation:
+    """One container of two is enough for 1,000 rows a second, and 8,000 come."""
+    figures = {"offered_s": {"counts": offered}, "capacity_s": {"counts": 2000.0}}
+    return seen(offered, **{**figures, "backlog_grows": True, "backlog_growth_s": 6000.0, **more})
+
+
+def test_what_piles_up_is_urgent() -> None:
+    assert SafeRate().decide(piling_up()).urgent
+    assert not SafeRate().decide(piling_up(backlog_grows=False)).urgent
+    assert not SafeRate().decide(piling_up(offered_s={})).urgent, "how much comes was not measured"
+    guarded = Guarded(SafeRate(), confirm=3, max_step=2.0, limits=Limits(1, 32))
+    assert guarded.decide(piling_up(now=1.0)).kind == "nothing", "one look may be chance"
+    assert guarded.decide(piling_up(now=2.0)).instances == {"counts": 16}, "two in a row, and in one step"
+    again = guarded.decide(piling_up(now=3.0))
+    assert again.kind == "nothing" and "cool-down" in again.reason
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"backlog_grows": True, "backlog_growth_s": 50.0}, "the backlog grows by 50 rows a second"),
+        ({"busy": {"counts": 0.01, "other": 0.95}, "instances": {"counts": 8, "other": 1}}, "other is busy 95%"),
+    ],
+)
+def test_nothing_is_given_back_while_rows_pile_up_or_a_stage_is_full(more: dict[str, Any], why: str) -> None:
+    guarded = Guarded(Shrinks(), cool_down_s=2.0, confirm=1)
+    little = seen(10, instances=8)
+    assert guarded.decide(replace(little, now=1.0)).instances == {"counts": 4}
+    needed = [guarded.decide(replace(little, now=float(at), **more)) for at in range(10, 40)]
+    assert {d.kind for d in needed} == {"nothing"} and all(why in d.reason for d in needed)
+    since = [guarded.decide(replace(little, now=float(at))).kind for at in range(40, 44)]
+    assert since == ["nothing", "rescale", "nothing", "nothing"], "a cool-down of 2 s after the last of them"
+
+
+class Shrinks:
+    name = "shrinks"
+
+    def decide(self, seen: Observation) -> Decision:
+        return Decision("rescale", "4 are enough.", stage="counts", instances={"counts": 4})
 
 
 def test_each_stage_has_its_own_size_and_growing_goes_first() -> None:
@@ -168,73 +215,75 @@ def ring_seen(busy: dict[int, float], owners: list[int], queue: int = 2, **more:
 
 
 def test_an_overloaded_container_gives_slices_to_the_next_one_with_room() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 1: 0.2}, [0] * 8 + [1] * 8))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 1: 0.2}, [0] * 8 + [1] * 8))
     assert decision.kind == "move" and decision.stage == "counts"
     # A slice of container 0 is 12.5 %; 40 % would make them equal: three, from the clockwise end of the arc.
-    assert decision.moves == tuple(Move("counts", s, 0, 1) for s in (5, 6, 7))
+    assert decision.moves == tuple(SliceMove("counts", s, 0, 1) for s in (5, 6, 7))
     assert "container 0 is busy 100% with 2 epochs waiting, 1 20%" in decision.reason
 
 
 def test_queue_and_cpu_must_both_be_high() -> None:
-    assert Ring().decide(ring_seen({0: 1.0, 1: 0.2}, [0] * 8 + [1] * 8, queue=0)).kind == "nothing"
-    assert Ring().decide(ring_seen({0: 0.7, 1: 0.2}, [0] * 8 + [1] * 8)).kind == "nothing"
+    assert RingPolicy().decide(ring_seen({0: 1.0, 1: 0.2}, [0] * 8 + [1] * 8, queue=0)).kind == "nothing"
+    assert RingPolicy().decide(ring_seen({0: 0.7, 1: 0.2}, [0] * 8 + [1] * 8)).kind == "nothing"
 
 
 def test_a_neighbour_without_room_passes_load_on_first() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 1: 0.7, 2: 0.1}, [0] * 8 + [1] * 8 + [2] * 8))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 1: 0.7, 2: 0.1}, [0] * 8 + [1] * 8 + [2] * 8))
     assert [(m.source, m.target) for m in decision.moves] == [(1, 2)] * 3 + [(0, 1)] * 2
     assert {m.slice for m in decision.moves} == {13, 14, 15, 6, 7}
 
 
 def test_a_new_container_takes_half_the_arc_if_nobody_has_room() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 1: 0.7}, [0] * 8 + [1] * 8))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 1: 0.7}, [0] * 8 + [1] * 8))
     assert (decision.kind, decision.instances) == ("rescale", {"counts": 3})
-    assert decision.moves == tuple(Move("counts", s, 0, 2) for s in (4, 5, 6, 7))
+    assert decision.moves == tuple(SliceMove("counts", s, 0, 2) for s in (4, 5, 6, 7))
     assert "no neighbour has room" in decision.reason and "100%" in decision.reason
 
 
 def test_the_half_is_one_of_load() -> None:
     load = {("counts", s): 7.0 if s == 7 else 1.0 for s in range(8)}
-    decision = Ring().decide(ring_seen({0: 1.0}, [0] * 8, load=load))
+    decision = RingPolicy().decide(ring_seen({0: 1.0}, [0] * 8, load=load))
     assert [m.slice for m in decision.moves] == [7]
 
 
 def test_an_empty_container_is_used_before_a_new_one() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 2: 0.7}, [0] * 8 + [2] * 8, instances={"counts": 3}))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 2: 0.7}, [0] * 8 + [2] * 8, instances={"counts": 3}))
     assert {m.target for m in decision.moves} == {1} and decision.instances == {"counts": 3}
     assert decision.direction(ring_seen({0: 1.0, 2: 0.7}, [0] * 8 + [2] * 8)) == "out"
 
 
 def test_slices_that_lie_in_no_arcs() -> None:
-    decision = Ring().decide(ring_seen({0: 1.0, 1: 0.0}, [0, 1, 0, 0, 1, 0, 0, 0]))
-    assert decision.moves == tuple(Move("counts", s, 0, 1) for s in (5, 6, 7))
+    decision = RingPolicy().decide(ring_seen({0: 1.0, 1: 0.0}, [0, 1, 0, 0, 1, 0, 0, 0]))
+    assert decision.moves == tuple(SliceMove("counts", s, 0, 1) for s in (5, 6, 7))
 
 
 def test_one_with_little_to_do_gives_everything_to_the_next() -> None:
-    decision = Ring().decide(ring_seen({0: 0.1, 1: 0.2, 2: 0.6}, [0, 0, 1, 1, 2, 2], queue=0))
+    decision = RingPolicy().decide(ring_seen({0: 0.1, 1: 0.2, 2: 0.6}, [0, 0, 1, 1, 2, 2], queue=0))
     assert decision.kind == "rescale" and decision.instances == {"counts": 2}
-    assert decision.moves == (Move("counts", 0, 0, 1), Move("counts", 1, 0, 1))
+    assert decision.moves == (SliceMove("counts", 0, 0, 1), SliceMove("counts", 1, 0, 1))
     assert "(10%)" in decision.reason and "(20%)" in decision.reason
 
 
 def test_two_that_would_be_too_much_for_one_stay_two() -> None:
-    assert Ring().decide(ring_seen({0: 0.4, 1: 0.4}, [0, 0, 1, 1], queue=0)).kind == "nothing"
+    assert RingPolicy().decide(ring_seen({0: 0.4, 1: 0.4}, [0, 0, 1, 1], queue=0)).kind == "nothing"
 
 
 def test_ring_limits() -> None:
     full = ring_seen({0: 1.0, 1: 0.9}, [0] * 8 + [1] * 8, cores=2)
-    assert Ring().decide(full).kind == "nothing" and "2 containers of 2 allowed" in Ring().decide(full).reason
-    more = Ring().decide(replace(full, limits=Limits(nodes_max=2)))
+    assert (
+        RingPolicy().decide(full).kind == "nothing" and "2 containers of 2 allowed" in RingPolicy().decide(full).reason
+    )
+    more = RingPolicy().decide(replace(full, limits=Limits(nodes_max=2)))
     assert (more.kind, more.nodes) == ("scale_out", 1)
-    hot = Ring().decide(ring_seen({0: 1.0}, [0]))
+    hot = RingPolicy().decide(ring_seen({0: 1.0}, [0]))
     assert hot.kind == "nothing" and "only one slice" in hot.reason
     idle = ring_seen({0: 0.1, 1: 0.1}, [0, 1], queue=0, limits=Limits(instances_min=2))
-    assert Ring().decide(idle).kind == "nothing"
+    assert RingPolicy().decide(idle).kind == "nothing"
 
 
 def test_ring_settles_instead_of_passing_slices_to_and_fro() -> None:
     owners = [0] * 12 + [1] * 2 + [2] * 2
-    policy = Guarded(Ring(), cool_down_s=5, confirm=1)
+    policy = Guarded(RingPolicy(), cool_down_s=5, confirm=1)
     decided = 0
     for now in range(0, 600, 5):
         busy = {c: min(1.0, owners.count(c) / 8) for c in set(owners)}
@@ -268,9 +317,9 @@ def test_nodes_that_no_instance_may_use_are_not_asked_for() -> None:
     few_slices = seen(3500, instances=2, nodes=1, cores=2, limits=Limits(nodes_max=4), owners={"counts": [0, 1]})
     assert SafeRate().decide(few_slices).kind == "nothing"
     full = ring_seen({0: 1.0, 1: 0.9}, [0] * 8 + [1] * 8, cores=2, limits=Limits(nodes_max=2))
-    assert Ring().decide(full).kind == "scale_out"
-    assert Ring().decide(replace(full, coming=1)).kind == "nothing"
-    assert Ring().decide(replace(full, limits=Limits(instances_max=2, nodes_max=2))).kind == "nothing"
+    assert RingPolicy().decide(full).kind == "scale_out"
+    assert RingPolicy().decide(replace(full, coming=1)).kind == "nothing"
+    assert RingPolicy().decide(replace(full, limits=Limits(instances_max=2, nodes_max=2))).kind == "nothing"
 
 
 def test_a_node_without_work_is_given_back() -> None:
@@ -358,8 +407,8 @@ def test_a_policy_may_choose_the_nodes_that_go() -> None:
     ("wish", "why"),
     [
         (Decision("rescale", "1.", instances={"sums": 2}), "there is no stage 'sums'"),
-        (Decision("move", "1.", stage="in", moves=(Move("in", 0, 0, 1),)), "there is no stage with slices 'in'"),
-        (Decision("move", "1.", moves=(Move("counts", 0, 0, 1),)), "moves are those of one stage"),
+        (Decision("move", "1.", stage="in", moves=(SliceMove("in", 0, 0, 1),)), "there is no stage with slices 'in'"),
+        (Decision("move", "1.", moves=(SliceMove("counts", 0, 0, 1),)), "moves are those of one stage"),
         (Decision("scale_in", "1.", which=("z",)), "there is no node 'z'"),
     ],
 )
@@ -450,22 +499,45 @@ def test_an_observation_from_a_status() -> None:
         phase="running",
         rows_s=10.0,
         latency_ms_p99=7.0,
-        operators=(
-            OperatorStatus("counts", "keyed", ("counts",), 3, rows_in_s=8.0, busy=0.5, queue=1),
-            OperatorStatus("idle", "keyed", ("idle",), 1),
+        backlog_rows=70,
+        stages=(
+            StageStatus(id="in", kind="source", offered_s=12.0, backlog_growth_s=2.0, backlog_grows=True),
+            StageStatus(
+                id="counts",
+                kind="keyed",
+                inputs=("in",),
+                instances=3,
+                rows_in_s=8.0,
+                offered_s=24.0,
+                capacity_s=16.0,
+                busy=0.5,
+                queue=1,
+                owners=(0, 1, 1),
+                usable=(0, 1, 2),
+                slice_rows_s=(1.0, 2.0, 5.0),
+                containers=(ContainerStatus(number=0, busy=0.25), ContainerStatus(number=1, busy=0.75)),
+            ),
         ),
         nodes=(
-            {"name": "a", "cores": 2, "state": "up"},
-            {"name": "b", "cores": 2, "state": "suspect"},
-            {"name": "c", "cores": 2, "state": "leaving"},
+            NodeStatus(name="a", cores=2, containers=(0, 2)),
+            NodeStatus(name="b", cores=2, limit=1, containers=(1,), state="suspect"),
+            NodeStatus(name="c", cores=2, state="leaving"),
         ),
-        moves=({"slice": 1},),
+        nodes_coming=1,
+        slots=3,
+        moves=(MoveStatus(stage="counts", slice=1, source=0, target=1),),
     )
-    observed = Observation.of(status, 5.0, owners={"counts": [0, 1, 1]}, rows_in_s=12.0)
-    assert (observed.now, observed.rows_in_s, observed.rows_s, observed.cores) == (5.0, 12.0, 10.0, 4)
+    observed = observation_of(status, 5.0, coming=2)
+    assert (observed.now, observed.rows_in_s, observed.rows_s, observed.cores) == (5.0, 12.0, 10.0, 3)
+    assert (observed.offered_s, observed.capacity_s) == ({"in": 12.0, "counts": 24.0}, {"counts": 16.0})
+    assert (observed.backlog_rows, observed.backlog_growth_s, observed.backlog_grows) == (70, 2.0, True)
     assert (observed.nodes, observed.staying, observed.moving) == (2, ("a", "b"), 1), "who leaves does not count"
     assert (observed.queue["counts"], observed.busy["counts"]) == (1, 0.5)
-    assert observed.input_s == {"counts": 8.0, "idle": 0.0} and observed.execution_s == {"counts": 16.0}
+    assert observed.input_s == {"in": 0.0, "counts": 8.0} and list(observed.edges) == [("in", "counts")]
+    assert observed.load == {("counts", 0): 1.0, ("counts", 1): 2.0, ("counts", 2): 5.0}
+    assert observed.busy_containers == {("counts", 0): 0.25, ("counts", 1): 0.75}
+    assert observed.homes == {0: "a", 1: "b", 2: "a"} and observed.usable == {"counts": (0, 1, 2)}
+    assert (observed.coming, observed.slots) == (3, 3)
     assert observed.size("counts") == 2
 
 
@@ -474,6 +546,6 @@ def test_every_reason_has_figures() -> None:
         SafeRate().decide(seen(1900)),
         SafeRate().decide(seen(1000)),
         TargetLatency(500).decide(seen(1900, latency_ms_p99=900.0)),
-        Ring().decide(ring_seen({0: 1.0, 1: 0.2}, [0, 0, 1, 1])),
+        RingPolicy().decide(ring_seen({0: 1.0, 1: 0.2}, [0, 0, 1, 1])),
     ):
         assert len(re.findall(r"\d", decision.reason)) >= 2, decision

@@ -20,7 +20,7 @@ from penstock.control.events import (
 )
 from penstock.control.policies import Decision, Observation, nothing
 from penstock.control.records import NodeInfo
-from penstock.engines import runtime as runtime_module
+from penstock.engines import scaling
 from penstock.engines.job import Job, start
 from penstock.errors import BadRecordError, ConfigError, FlowError, SinkError, SourceError, UserCodeError
 
@@ -53,12 +53,12 @@ def test_status_counts_everything_once() -> None:
     assert status.checkpoints >= 1 and status.checkpoint_bytes > 0
     assert (status.recoveries, status.dead_letters, status.late) == (0, 0, 0)
     assert status.state_rows == 5 and status.state_bytes > 0
-    by_id = {o.id: o for o in status.operators}
+    by_id = {o.id: o for o in status.stages}
     assert by_id["in"].rows_in == 100 and by_id["in"].kind == "source"
     assert by_id["count"].rows_out == 50 and by_id["count"].instances == 2
     assert by_id["count"].operators == ("count", "out")
-    assert [h["epoch"] for h in status.history] == list(range(1, 12))
-    assert sum(h["rows"] for h in status.history) == 100
+    assert [h.epoch for h in status.history] == list(range(1, 12))
+    assert sum(h.rows for h in status.history) == 100
 
 
 def test_a_job_without_end_is_stopped_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_rescale_by_any_operator_of_the_stage() -> None:
     held.append(job)
     ready.set()
     job.wait()
-    assert {o.id: o.instances for o in job.status().operators} == {"in": 1, "count": 4}
+    assert {o.id: o.instances for o in job.status().stages} == {"in": 1, "count": 4}
     assert job.status().routing_version > 1
     assert last_counts(sink.frame()) == dict.fromkeys(["k0", "k1", "k2", "k3", "k4"], 20)
 
@@ -295,8 +295,8 @@ def test_what_a_policy_decides_is_done_and_said(monkeypatch: pytest.MonkeyPatch)
                 return nothing("it is large enough")
             return Decision("rescale", "it is small", instances={"count": 3})
 
-    monkeypatch.setattr(runtime_module, "policy_from", lambda config: Grows())
-    monkeypatch.setattr(runtime_module, "POLICY_S", 0.0)
+    monkeypatch.setattr(scaling, "policy_from", lambda config: Grows())
+    monkeypatch.setattr(scaling, "POLICY_S", 0.0)
     source = ps.generator(
         lambda first, n, rng: pl.DataFrame({"k": [f"k{i % 50}" for i in range(n)]}), schema={"k": str}
     )
@@ -325,7 +325,7 @@ class Own:
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     """A job whose policy is asked all the time."""
-    monkeypatch.setattr(runtime_module, "POLICY_S", 0.0)
+    monkeypatch.setattr(scaling, "POLICY_S", 0.0)
 
     def begin(policy: Any, **settings: Any) -> Job:
         source = ps.generator(
@@ -352,11 +352,11 @@ def test_a_policy_of_ones_own_is_shown_the_job_and_obeyed(endless: Callable[...,
     with endless(policy) as job:
         until(job, lambda: job.routing and set(job.routing.owners["count"]) == {0, 1})
         shown = len(policy.seen)
-        until(job, lambda: len(policy.seen) > shown + 1 and policy.seen[-1].execution_s.keys() == {"in", "count"})
+        until(job, lambda: len(policy.seen) > shown + 1 and policy.seen[-1].capacity_s.keys() == {"in", "count"})
     seen = policy.seen[-1]
     assert list(seen.edges) == [("in", "count")]
     assert seen.homes == {0: "local", 1: "local"} and seen.staying == ("local",)
-    assert seen.input_s["count"] > 0 and seen.execution_s["count"] >= seen.input_s["count"]
+    assert seen.input_s["count"] > 0 and seen.capacity_s["count"] > 0
 
 
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(endless: Callable[..., Job]) -> None:

@@ -515,7 +515,7 @@ def test_a_job_uses_fewer_cores_and_more_again_and_nobody_sees_it(name: str) -> 
     assert set(before) == {4}
     assert {1, 2, 4} <= set(counts), counts
     assert out.frame().sort("word", "n").equals(quiet.frame().sort("word", "n"))
-    assert job.status().nodes[0]["limit"] == 1 and job.status().nodes[0]["cores"] == 4
+    assert job.status().nodes[0].limit == 1 and job.status().nodes[0].cores == 4
 
 
 def test_a_job_refuses_what_cannot_be() -> None:
@@ -536,6 +536,6 @@ def test_the_journal_and_the_status_know_of_it() -> None:
     assert from_json(to_json(event)) == event
     d = house(4)
     cores(d, "a", 2)
-    assert [(n["name"], n["cores"], n["limit"]) for n in cluster.nodes(d.controller)] == [("a", 4, 2), ("b", 2, None)]
+    assert [(n.name, n.cores, n.limit) for n in cluster.nodes(d.controller)] == [("a", 4, 2), ("b", 2, None)]
     again = from_json(to_json(d.controller))
     assert again.cores == {"a": 2} and again.reslot == d.controller.balance.node_reasons

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.connectors.base import (
+    Backlog,
     BadRecord,
     ReadResult,
     Sink,
@@ -30,6 +31,7 @@ from penstock.connectors.spark_sinks import dataframe_writer, spark_table
 from penstock.connectors.spark_sources import dataframe, simple_reader, spark_reader
 
 __all__ = [
+    "Backlog",
     "BadRecord",
     "ReadResult",
     "Sink",

@@ -42,7 +42,8 @@ class ReadResult:
     frame: pl.DataFrame
     bad: tuple[BadRecord, ...] = ()
     punctuation: tuple[tuple[int, int], ...] = ()
-    """Promises (see ``Source.punctuated``): after so many rows of the frame, no row earlier than that time (us)."""
+    """Promises (see ``Source.punctuated``), each (n, time): after n rows of the frame no row is earlier than the time
+    (us)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,15 @@ class SourceRange:
     end: Offset
     rows_estimate: int
     facts: tuple[Json, ...] = ()
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """What waits in a source, as far as the source can tell. None: not known."""
+
+    rows: int | None = None
+    """Rows that wait. An estimate is good enough."""
+    bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,12 @@ class Source(ABC):
     @abstractmethod
     def read(self, source_id: str, split: Split) -> ReadResult:
         """Worker side. The frame has exactly ``schema()``."""
+
+    def backlog(self, offset: Offset) -> Backlog:
+        """What waits after ``offset`` now. The thread that plans asks once or twice a second, so the answer is cheap: a
+        look at what has arrived, never a read of the data. A source that cannot tell leaves this as it is.
+        """
+        return Backlog()
 
     def exhausted(self, offset: Offset) -> bool:
         """True when no row can ever come after ``offset`` (a bounded source that has been read)."""

@@ -39,7 +39,17 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.connectors.base import BadRecord, Json, Offset, ReadResult, Source, SourceContext, SourceRange, Split
+from penstock.connectors.base import (
+    Backlog,
+    BadRecord,
+    Json,
+    Offset,
+    ReadResult,
+    Source,
+    SourceContext,
+    SourceRange,
+    Split,
+)
 from penstock.connectors.rows import SchemaSpec, clip, parsable, parse_strings, polars_schema, salvage
 from penstock.errors import FlowError, SourceError
 
@@ -167,11 +177,14 @@ class FileSource(Source):
         self._listed = False
         self._look_again_s = float("-inf")
         self._metas: dict[int, _Meta] = {}
+        self._bytes_before = [0]
+        """Bytes of all files of the catalogue before each index."""
+        self._rows_per_byte: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers need no catalogue: their splits say everything, and a closure should stay small."""
         self._rows_schema()
-        return {**self.__dict__, "_files": [], "_index": {}, "_metas": {}, "_listed": False}
+        return {**self.__dict__, "_files": [], "_index": {}, "_metas": {}, "_listed": False, "_bytes_before": [0]}
 
     # ------------------------------------------------------------ schema
 
@@ -415,6 +428,29 @@ class FileSource(Source):
         if end is None:
             return None
         return SourceRange(dict(start), end, max(1, round(rows)), self._facts(start, end))
+
+    def backlog(self, offset: Offset) -> Backlog:
+        """Files that are listed and not read, new ones included. No file is opened: bytes are counted, and rows are
+        estimated by the rows per byte of the files that were planned last."""
+        if not self._listed:
+            return Backlog()
+        if self.follow:
+            self._discover()
+        for file in self._files[len(self._bytes_before) - 1 :]:
+            self._bytes_before.append(self._bytes_before[-1] + file.size)
+        metas = dict(self._metas)  # a copy, because the thread that cuts splits adds to it
+        index = offset["file"]
+        size = self._bytes_before[-1] - self._bytes_before[min(index, len(self._bytes_before) - 1)]
+        if offset["at"] and index < len(self._files):
+            begun = metas.get(index)
+            read = offset["at"] / begun.units if begun is not None and begun.units else 1.0
+            size -= round(self._files[index].size * read)
+        planned = sum(self._files[i].size for i in metas)
+        if planned:
+            self._rows_per_byte = sum(meta.rows for meta in metas.values()) / planned
+        if self._rows_per_byte is None:
+            return Backlog(None if size else 0, size)
+        return Backlog(round(size * self._rows_per_byte), size)
 
     def _facts(self, start: Offset, end: Offset) -> tuple[Json, ...]:
         if self.follow:

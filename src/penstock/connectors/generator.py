@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from penstock.connectors.base import Offset, ReadResult, Source, SourceContext, SourceRange, Split
+from penstock.connectors.base import Backlog, Offset, ReadResult, Source, SourceContext, SourceRange, Split
 from penstock.connectors.rows import SchemaSpec, polars_schema
 from penstock.errors import FlowError, UserCodeError
 
@@ -122,6 +122,14 @@ class _NumberedSource(Source):
         if self._resumed_at is None:
             self._resumed_at = first
         return self._resumed_at + int((now - self._opened_at) * self.rows_per_s)
+
+    def backlog(self, offset: Offset) -> Backlog:
+        """With a rate, the rows that are due by now. Without one, all rows that are left."""
+        first: int = offset["row"]
+        due = self._available(first) if self.rows_per_s is not None else self.rows
+        if due is None:
+            return Backlog()
+        return Backlog(rows=max(0, (due if self.rows is None else min(due, self.rows)) - first))
 
     def splits(self, start: Offset, end: Offset, parallelism: int) -> list[Split]:
         first, last = start["row"], end["row"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from penstock.connectors.base import BadRecord, Offset, ReadResult, Source, SourceContext, SourceRange, Split
+from penstock.connectors.base import Backlog, BadRecord, Offset, ReadResult, Source, SourceContext, SourceRange, Split
 from penstock.errors import FlowError
 
 
@@ -67,6 +67,9 @@ class PunctuatedSource(Source):
         )
         marks = tuple(zip(before.to_list(), times.to_list(), strict=True))
         return ReadResult(rows.drop("__n", "__when"), (*result.bad, *bad), marks)
+
+    def backlog(self, offset: Offset) -> Backlog:
+        return self.inner.backlog(offset)
 
     def exhausted(self, offset: Offset) -> bool:
         return self.inner.exhausted(offset)

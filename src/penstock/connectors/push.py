@@ -31,7 +31,17 @@ from typing import Any, Final
 
 import polars as pl
 
-from penstock.connectors.base import BadRecord, Json, Offset, ReadResult, Source, SourceContext, SourceRange, Split
+from penstock.connectors.base import (
+    Backlog,
+    BadRecord,
+    Json,
+    Offset,
+    ReadResult,
+    Source,
+    SourceContext,
+    SourceRange,
+    Split,
+)
 from penstock.connectors.files import Lines, _read_jsonl
 from penstock.connectors.retrying import RetryingStore
 from penstock.connectors.rows import SchemaSpec, clip, parsable, polars_schema, rows_frame, salvage
@@ -126,6 +136,10 @@ class PushSource(Source):
     def plan(self, start: Offset, rows_max: int) -> SourceRange | None:
         found = self.spool.plan(start, rows_max)
         return None if found is None else SourceRange(dict(start), found[0], found[1])
+
+    def backlog(self, offset: Offset) -> Backlog:
+        rows, size = self.spool.after(offset)
+        return Backlog(rows, size)
 
     def exhausted(self, offset: Offset) -> bool:
         return self.spool.exhausted(offset)

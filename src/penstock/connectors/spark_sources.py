@@ -32,7 +32,16 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.connectors.base import BadRecord, Offset, ReadResult, Source, SourceContext, SourceRange, Split
+from penstock.connectors.base import (
+    Backlog,
+    BadRecord,
+    Offset,
+    ReadResult,
+    Source,
+    SourceContext,
+    SourceRange,
+    Split,
+)
 from penstock.connectors.rows import clip, polars_schema, rows_frame, salvage
 from penstock.connectors.spool import cut, folder_of
 from penstock.errors import FlowError, SourceError
@@ -469,6 +478,13 @@ class DataFrameSource(Source):
             self._planned = max(self._planned, batch)
             self._wake.notify_all()
         return None if batch == start["batch"] else SourceRange(dict(start), {"batch": batch}, max(1, rows))
+
+    def backlog(self, offset: Offset) -> Backlog:
+        """Rows of the micro-batches that lie in the spool. What Spark itself has not read yet is not known."""
+        rows, batch = 0, offset["batch"]
+        while (files := self._files(batch)) is not None:
+            rows, batch = rows + sum(n for _, n in files), batch + 1
+        return Backlog(rows)
 
     def exhausted(self, offset: Offset) -> bool:
         if self._query is None or self._query.isActive:

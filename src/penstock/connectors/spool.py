@@ -200,6 +200,20 @@ class Spool:
         rows = sum(s.weight for s in unplanned) + sum(b.weight for b in held)
         return rows, sum(s.nbytes for s in unplanned) + sum(b.nbytes for b in held)
 
+    def after(self, offset: Offset) -> tuple[int, int]:
+        """Records and bytes that wait after an offset, durable or not yet."""
+        with self.wake:
+            number, row = offset["segment"], offset["row"]
+            behind = [s for n, s in self.segments.items() if n >= number]
+            begun = self.segments.get(number) if row else None
+            held = [*self.waiting, *self.writing]
+            rows = sum(s.weight for s in behind) + sum(b.weight for b in held)
+            size = sum(s.nbytes for s in behind) + sum(b.nbytes for b in held)
+        if begun is not None:  # the first rows of this segment are read, and with them what was no row
+            rows -= row + begun.bad
+            size -= begun.nbytes * row // max(1, begun.rows)
+        return rows, size
+
     def finish(self, error: Exception | None = None) -> None:
         """Nothing more will come; with an error, the job is told once it has read what did come."""
         with self.wake:

@@ -1,9 +1,9 @@
 """How much each slice of a stage has to do: rows a second, from the reports of its owners.
 
-A slice is hot by what comes for it, not by how many keys it has: one busy key is as hot as a million quiet ones. Rows,
-not time: a row costs about the same wherever its slice lives, while the time it takes is also the machine's doing.
-Owners count for a few epochs and report then, so that the figures cost next to nothing; they are smoothed here, so that
-one odd epoch moves nobody.
+A slice is hot by the rows that come for it, not by its number of keys: one busy key is as hot as a million quiet ones.
+Rows are counted and not time, because a row costs about the same wherever its slice lives, while its time also depends
+on the machine. Owners count over a few epochs and then report, so that the figures cost next to nothing. The figures
+are smoothed here, so that one odd epoch moves no slice.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from penstock.control.records import TaskReport
 from penstock.ids import StageId
 
 LOAD_EPOCHS = 4
-"""Owners report every so many epochs."""
+"""Epochs from one report of an owner to the next."""
 SMOOTH_S = 10.0
-"""What was measured so long ago still counts for a third."""
+"""Seconds after which a measurement still counts for about a third (1/e)."""
 ROWS_MIN = 32
-"""Below so many rows for each slice, on average, differences between slices are chance."""
+"""Rows for each slice, on average, below which differences between slices are chance."""
 FLOOR = 0.1
-"""A slice without rows counts for this share of an average one: it takes part in checkpoints, and rows may come."""
+"""A slice without rows counts for this share of an average slice: it takes part in checkpoints, and rows may come."""
 
 
 class SliceLoad:
-    """Changed by the controller only, from the reports alone: the same reports give the same figures."""
+    """Changed by the controller only. The same reports give the same figures."""
 
     def __init__(self) -> None:
         self.rates: dict[StageId, dict[int, float]] = {}
         """stage -> slice -> rows a second; slices without any are left out"""
         self.rows: dict[StageId, int] = {}
         self.since: dict[StageId, float] = {}
-        """When what was reported last ends."""
+        """stage -> end of the time that its last report covers"""
 
     def note(self, stage: StageId, reports: Sequence[TaskReport], now: float) -> None:
         counts: dict[int, int] = {}
@@ -54,18 +54,18 @@ class SliceLoad:
         self.rows[stage] = self.rows.get(stage, 0) + sum(counts.values())
 
     def forget(self) -> None:
-        """What ran before runs again: the time until the next report says nothing."""
+        """Epochs run again after a failure: the time until the next report says nothing."""
         self.since.clear()
 
     def of(self, stage: StageId, slices: int) -> list[float] | None:
-        """Rows a second of each slice; None as long as too little was seen."""
+        """Rows a second of each slice; None while too little was seen."""
         rates = self.rates.get(stage)
         if rates is None or self.rows.get(stage, 0) < ROWS_MIN * slices or not any(rates.values()):
             return None
         return [rates.get(s, 0.0) for s in range(slices)]
 
     def weights(self, stage: StageId, slices: int) -> list[float] | None:
-        """The same, for dealing slices out: nobody counts for nothing."""
+        """Rows a second of each slice for dealing slices out: every slice counts for something."""
         rates = self.of(stage, slices)
         if rates is None:
             return None
@@ -74,7 +74,7 @@ class SliceLoad:
 
 
 def shares(rates: Sequence[float], owners: Sequence[int], busy: Mapping[int, float]) -> list[float]:
-    """For each slice the share of one container's time that it takes: the busy share of its owner, by rows."""
+    """For each slice the share of one container's time that it takes: its part, by rows, of its owner's busy share."""
     whole: dict[int, float] = {}
     for s, container in enumerate(owners):
         whole[container] = whole.get(container, 0.0) + rates[s]
@@ -82,7 +82,9 @@ def shares(rates: Sequence[float], owners: Sequence[int], busy: Mapping[int, flo
 
 
 def within_slots(containers: Iterable[int], homes: Mapping[int, str], slots: Mapping[str, int]) -> list[int]:
-    """Those that may work: of a node with a limit the first so many, of the others all."""
+    """The containers that may work. A node with n slots has its first n containers among them, a node without a limit
+    all.
+    """
     taken: dict[str, int] = {}
     found = []
     for c in containers:

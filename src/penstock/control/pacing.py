@@ -1,14 +1,14 @@
 """How many rows the next epoch may have.
 
 The size follows the measured speed, so that an epoch takes about half the target latency: a row waits for the epoch
-before its own and then for its own. An epoch costs something fixed and something for each row; both are estimated,
-because a model without the fixed part would shrink epochs for ever on a machine where the fixed part alone misses the
-target. There the size settles where the fixed cost is half of an epoch. Changes are damped and bounded; a fixed size
-can be asked for.
+before its own and then for its own. An epoch has a fixed cost and a cost for each row, and both are estimated. A model
+without the fixed cost would shrink epochs for ever on a machine where the fixed cost alone misses the target; with it
+the size settles where the fixed cost is half of an epoch. Changes are damped and bounded. A user may ask for a fixed
+size.
 
-When one epoch after the other is as large as it may be, input waits before the source, and no target is kept by small
-epochs: rows wait there instead, and ever longer. Then epochs grow until the fixed cost is a tenth of them, so that the
-job catches up as fast as it can, and is busy when it cannot: that is what a policy looks at.
+When several epochs in a row are as large as they may be, rows wait in the source. Small epochs then keep no target,
+because the rows wait there instead, longer and longer. So epochs grow until the fixed cost is a tenth of them, and the
+job catches up as fast as it can.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 MEMORY = 0.9
-"""Weight of what was known, at each new epoch."""
+"""Weight of the older epochs against each new one."""
 
 BEHIND_EPOCHS = 4
-"""So many full epochs in a row: input waits."""
+"""Full epochs in a row after which rows are taken to wait in the source."""
 
 BEHIND_FACTOR = 8.0
-"""An epoch then takes so many times the target at most."""
+"""The longest such an epoch may take, in times of the target."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""Autoscaling: what a job's size should be, decided from what is seen of it.
+"""Autoscaling: decides what size a job should have, from one look at the job.
 
-A policy is a small class with one method: an ``Observation`` in, a ``Decision`` out. It carries nothing out and asks
-nobody: whoever calls it gathers the figures, at whatever pace, and turns the decision into the job's own calls. Every
-decision says why, with the figures it rests on, for the journal and for ``penstock status``.
+A policy is a small class with one method: an ``Observation`` in, a ``Decision`` out. It does nothing itself. The
+engine gathers the figures, asks the policy and carries the decision out (``engines/scaling.py``). Every decision says
+why, with its figures, for the journal and for ``penstock status``.
 
-The policies themselves look at one observation and have no memory. What keeps a restless load from making the job
-restless is in one place, ``Guarded``, which wraps any of them: several observations must agree, decisions keep their
-distance in time and size, and giving back what was soon needed again makes it more patient the next time.
+A policy sees one observation and has no memory. ``Guarded`` wraps any policy and keeps a restless load from making the
+job restless: several observations must agree, decisions keep their distance in time and size, and a job that gave back
+what it soon needed again waits longer the next time.
 
-Adding a strategy is one class with ``name`` and ``decide``.
+A new policy is one class with ``name`` and ``decide``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from penstock.config import Config
 from penstock.control import ring as peer_ring
 from penstock.control.ring import Pressure, Thresholds
-from penstock.observe.status import JobStatus
 
 Kind = Literal["scale_out", "scale_in", "rescale", "move", "nothing"]
 Direction = Literal["out", "in", "across", ""]
 
 PATIENCE_MAX = 64
-"""In cool-downs: 16 minutes by default. A load that swings more slowly than that is followed."""
+"""The longest patience, in cool-downs: 16 minutes by default. A load that swings more slowly than that is followed."""
+BUSY_FULL = 0.9
+"""A job with a stage that is busier than this gives nothing back."""
+URGENT_CONFIRM = 2
+"""Observations that must agree before a job grows whose backlog grows."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,20 @@ class Observation:
 
     now: float
     rows_in_s: float
-    """What the sources offer. A running job does not know it and says what is processed: at its limit it grows by
-    steps."""
+    """Rows that arrive in the sources. Where a source cannot tell, it is what the job processes: then a job at its
+    limit grows by steps."""
     rows_s: float
-    """What is processed."""
-    capacity_rows_s: float | None = None
-    """Where the job would saturate; None: ``rows_s`` by the busy share of the busiest stage."""
+    """Rows of the sources that the job processes."""
+    offered_s: Mapping[str, float] = field(default_factory=dict)
+    """Rows a second that would come to each stage if no stage held the sources back."""
+    capacity_s: Mapping[str, float] = field(default_factory=dict)
+    """Rows a second that each stage would get done if it worked all the time."""
+    backlog_rows: int | None = None
+    """Rows that wait in the sources. None: not known."""
+    backlog_growth_s: float = 0.0
+    """Rows a second by which they become more."""
+    backlog_grows: bool = False
+    """They become more by more than chance."""
     latency_ms_p50: float = 0.0
     latency_ms_p99: float = 0.0
     queue: Mapping[str, int] = field(default_factory=dict)
@@ -65,8 +75,6 @@ class Observation:
     """(stage, slice) -> its share of the work, in any unit."""
     input_s: Mapping[str, float] = field(default_factory=dict)
     """Rows a second that come to each stage; of a source, that it reads."""
-    execution_s: Mapping[str, float] = field(default_factory=dict)
-    """Rows a second that each stage would get done if it worked all the time; stages that did nothing are left out."""
     edges: Sequence[tuple[str, str]] = ()
     """(upstream, downstream) stages, in topological order."""
     instances: Mapping[str, int] = field(default_factory=dict)
@@ -74,43 +82,22 @@ class Observation:
     owners: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Keyed stages: the container of each slice."""
     homes: Mapping[int, str] = field(default_factory=dict)
-    """The node of each container: those of one number live together, whatever their stage."""
+    """The node of each container. Containers of one number live together, whatever their stage."""
     nodes: int = 1
-    """Without those that are about to leave."""
+    """Nodes of the job, without the nodes that are about to leave."""
     staying: tuple[str, ...] = ()
-    """Their names: what may be given back."""
+    """Names of these nodes. They may be given back."""
     coming: int = 0
-    """Nodes that were asked for and are not there."""
+    """Nodes that were asked for and are not there yet."""
     cores: int | None = None
-    """Of all nodes together, without those that are about to leave."""
+    """Cores of these nodes together."""
     slots: int | None = None
     """Containers of a stage that may work at all, by what people said of the cores of nodes; None: no limit."""
     usable: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Keyed stages: the containers that may own slices; where it is not known, any."""
     moving: int = 0
-    """Slices on their way: the figures are not yet those of the new size."""
+    """Slices on their way. While there are any, the figures still describe the old size."""
     limits: Limits = Limits()
-
-    @staticmethod
-    def of(status: JobStatus, now: float, **more: Any) -> Observation:
-        """What a status already says; ``more`` adds or replaces fields (owners, busy_containers, load, cores ...)."""
-        nodes = [n for n in status.nodes if n.get("state") != "leaving"]
-        known = {
-            "rows_in_s": status.rows_s,
-            "rows_s": status.rows_s,
-            "latency_ms_p50": status.latency_ms_p50,
-            "latency_ms_p99": status.latency_ms_p99,
-            "queue": {stage.id: stage.queue for stage in status.operators},
-            "busy": {stage.id: stage.busy for stage in status.operators},
-            "input_s": {stage.id: stage.rows_in_s for stage in status.operators},
-            "execution_s": {stage.id: stage.rows_in_s / stage.busy for stage in status.operators if stage.busy > 0},
-            "instances": {stage.id: stage.instances for stage in status.operators},
-            "nodes": max(1, len(nodes)),
-            "staying": tuple(n["name"] for n in nodes),
-            "cores": sum(int(n.get("limit") or n["cores"]) for n in nodes if n.get("cores")) or None,
-            "moving": len(status.moves),
-        }
-        return Observation(now=now, **{**known, **more})
 
     def size(self, stage: str) -> int:
         """The containers of a stage that do something: one may be there without any slices."""
@@ -122,8 +109,6 @@ class Observation:
     def saturation(self, stage: str) -> float | None:
         """The rate of the whole job at which this stage would be busy all the time; None where nothing tells."""
         busy = self.busy.get(stage, 0.0)
-        if self.capacity_rows_s is not None and stage == self.busiest()[0]:
-            return self.capacity_rows_s
         return self.rows_s / busy if busy > 0 and self.rows_s > 0 else None
 
     def instances_max(self, stage: str) -> int:
@@ -138,7 +123,9 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Move:
+class SliceMove:
+    """A slice that is to change its owner."""
+
     stage: str
     slice: int
     source: int
@@ -156,9 +143,11 @@ class Decision:
     nodes: int = 0
     """scale_out, scale_in: how many nodes more, or fewer."""
     which: tuple[str, ...] = ()
-    """scale_in: exactly these nodes, the first ones first if not all may go. Empty: those with the fewest slices."""
-    moves: tuple[Move, ...] = ()
+    """scale_in: exactly these nodes, the first ones first if not all may go. Empty: the nodes with fewest slices."""
+    moves: tuple[SliceMove, ...] = ()
     """Exactly these slices change their owner. A rescale without them spreads the slices evenly."""
+    urgent: bool = False
+    """Rows pile up, and how many come is measured. It takes fewer observations, and the size is reached in one step."""
     held: Decision | None = None
     """nothing: what would have been done, had ``Guarded`` not held it back."""
 
@@ -207,11 +196,11 @@ class _Wish:
 
 
 def _resize(seen: Observation, wishes: Mapping[str, _Wish], content: str) -> Decision:
-    """A decision for stages that wish for another number of instances. First make room; give back another time.
+    """A decision for stages that wish for another number of instances. Growing goes first.
 
-    More containers than there are cores need nodes: those are asked for first, where that is allowed. Until they come
-    the cores there are must do. With no wishes left a node is given back whose cores nobody uses. ``content``: what to
-    say when all is well.
+    More containers than cores need more nodes, which are asked for first where that is allowed. Until they come, the
+    job makes do with its cores. When no stage has a wish, a node whose cores no stage uses is given back. ``content``:
+    what to say when all is well.
     """
     limits, per_node = seen.limits, max(1, (seen.cores or seen.nodes) // max(1, seen.nodes))
     growing = {stage: w for stage, w in wishes.items() if w.instances > seen.size(stage)}
@@ -248,7 +237,7 @@ def _clamped(seen: Observation, wishes: Mapping[str, _Wish]) -> Decision:
         if wanted != wish.instances:
             said += f", but {low} to {high} are allowed"
         reasons.append(said)
-        # A limit may lie on the other side of what there is: then this wish is no reason to go there.
+        # A limit may lie on the other side of the present size. A wish to grow is no reason to shrink to it.
         if (wanted - now) * (wish.instances - now) > 0:
             changes[stage] = wanted
     reason = "; ".join(reasons) + "."
@@ -259,7 +248,9 @@ def _clamped(seen: Observation, wishes: Mapping[str, _Wish]) -> Decision:
 
 @dataclass(frozen=True)
 class SafeRate:
-    """Keeps every stage at a safe share of the rate at which it would saturate (TimeStream): half of it.
+    """Keeps what is offered to every stage at a safe share of the stage's capacity (TimeStream): half of it.
+
+    What is offered, not what is processed: back pressure holds the sources back when a stage is too slow.
 
     More than 5 % above the safe rate it grows to the size whose safe rate covers the input. It shrinks only to a size
     whose safe rate is 5 % above the input: literally "a 5 % difference", whole instances would seldom sit still.
@@ -272,11 +263,10 @@ class SafeRate:
     name: str = "safe-rate"
 
     def decide(self, seen: Observation) -> Decision:
-        offered = max(seen.rows_in_s, seen.rows_s)
         wishes, content = {}, []
         for stage in seen.instances:
             now = seen.size(stage)
-            saturation = seen.saturation(stage)
+            offered, saturation = self._load(seen, stage)
             if saturation is None:
                 content.append(f"{stage}: nothing is known of its speed, busy {seen.busy.get(stage, 0.0):.0%}")
                 continue
@@ -291,14 +281,26 @@ class SafeRate:
                 wishes[stage] = _Wish(wanted, why)
             else:
                 content.append(f"{stage}: {why}")
-        return _resize(seen, wishes, "; ".join(content) + "." if content else "there are no stages.")
+        decision = _resize(seen, wishes, "; ".join(content) + "." if content else "there are no stages.")
+        measured = all(stage in seen.offered_s for stage in decision.instances)
+        urgent = seen.backlog_grows and measured and decision.direction(seen) == "out"
+        return replace(decision, urgent=True) if urgent else decision
+
+    @staticmethod
+    def _load(seen: Observation, stage: str) -> tuple[float, float | None]:
+        """What is offered to a stage and where it saturates, in rows a second of the same kind: those of the stage
+        where both were measured, else those of the whole job.
+        """
+        if stage in seen.offered_s and stage in seen.capacity_s:
+            return seen.offered_s[stage], seen.capacity_s[stage]
+        return max(seen.rows_in_s, seen.rows_s), seen.saturation(stage)
 
     def _size(self, wanted: int) -> int:
         return min((size for size in self.sizes if size >= wanted), default=max(1, wanted))
 
 
 def _up(x: float) -> float:
-    """What to round up: a whole number that arithmetic missed by a hair is that number."""
+    """A little less than x, so that rounding up keeps a whole number that arithmetic missed by a hair."""
     return x - 1e-9 * abs(x)
 
 
@@ -355,16 +357,17 @@ RING_THRESHOLDS = Thresholds(queue_high=1.0, queue_low=0.5, cpu_high=0.8, cpu_lo
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Neighbour to neighbour (Floe): an overloaded container gives up to half its arc to the next one clockwise, which
-    may have to pass load on first; if nobody has room, a new container takes half the arc; a container that has as
-    little to do as the next one gives it everything and is empty.
+class RingPolicy:
+    """Containers form a ring and pass slices to their neighbours (Floe). An overloaded container gives up to half its
+    arc to the next one clockwise, which may have to pass load on first. If no neighbour has room, a new container takes
+    half the arc. A container that has as little to do as the next one gives everything to it and is empty.
 
-    Two things are added to the paper. No more is given than makes the two equal: a half could overload the other, and
-    come back. And a neighbour takes over a whole arc only if the two together stay well below the high threshold.
+    Two things are added to the paper. A container gives no more than makes the two equal: half of an arc could overload
+    the neighbour, and come back. And a neighbour takes over a whole arc only if the two together stay well below the
+    high threshold.
 
-    Epochs wait for the slowest container of a stage. So the queue before the stage is the queue of those containers
-    that are busy; one with time to spare makes nobody wait.
+    An epoch waits for the slowest container of a stage. So the queue before the stage counts as the queue of its busy
+    containers; no epoch waits for a container with time to spare.
     """
 
     thresholds: Thresholds = RING_THRESHOLDS
@@ -412,7 +415,7 @@ class _StageRing:
     def relieve(self) -> Decision:
         relief = peer_ring.relieve(self.ring, self.pressure, self.thresholds, self.load)
         cpu = {node: p.cpu for node, p in self.pressure.items()}
-        moves: list[Move] = []
+        moves: list[SliceMove] = []
         helped: list[str] = []
         for shift in relief.shifts:  # the last of a chain comes first
             chosen = self._balancing(shift, cpu)
@@ -426,7 +429,7 @@ class _StageRing:
         if overloaded:
             return self._split(max(overloaded, key=lambda n: self.pressure[n].cpu))
         worst = max(self.ring.nodes, key=lambda n: self.pressure[n].cpu)
-        return nothing(f"{self.stage}: nobody is overloaded, {self.figures(worst)}")
+        return nothing(f"{self.stage}: no container is overloaded, {self.figures(worst)}")
 
     def _cpu(self, node: str) -> str:
         return f"{self.pressure[node].cpu:.0%}"
@@ -450,8 +453,8 @@ class _StageRing:
             cpu[shift.target] += part
         return sorted(chosen)
 
-    def _moves(self, places: Sequence[int], source: str, target: int) -> list[Move]:
-        return [Move(self.stage, self.slice_at[place], int(source), target) for place in places]
+    def _moves(self, places: Sequence[int], source: str, target: int) -> list[SliceMove]:
+        return [SliceMove(self.stage, self.slice_at[place], int(source), target) for place in places]
 
     def _split(self, node: str) -> Decision:
         """A new container mid-way in the arc; one that is empty serves as well."""
@@ -519,8 +522,10 @@ class Guarded:
     * Nothing while slices are on their way, nor until ``cool_down_s`` after the last decision; and no nodes are asked
       for while others that were have not come.
     * Nothing that cannot be: a stage or a node that is not there.
-    * ``confirm`` observations in a row must agree on the direction.
-    * No size outside the limits, no more than ``max_step`` times the size, up or down, at once.
+    * ``confirm`` observations in a row must agree on the direction; two for an urgent decision.
+    * No size outside the limits, no more than ``max_step`` times the size, up or down, at once; an urgent decision is
+      not cut into steps.
+    * Nothing is given back while the backlog of the sources grows, or a stage is over 90 % busy.
     * To give back needs patience: the job must have been too large for the whole of a cool-down. Each time that what
       was given back is wanted again within 64 cool-downs, the patience doubles, up to as many; else it halves. So a
       load that swings makes the job change a few times and then stay at the larger size.
@@ -567,6 +572,9 @@ class Guarded:
             self._begin_anew(direction, seen.now)
         if not direction:
             return wish
+        if direction == "in" and (needed := _needed(seen)) is not None:
+            self._begin_anew(direction, seen.now)
+            return self._hold(wish, needed)
         since_last = math.inf if self._decided_at is None else seen.now - self._decided_at
         if since_last < self.cool_down_s:
             # Figures of the time before the last change count for nothing.
@@ -579,8 +587,9 @@ class Guarded:
         if direction == "in":
             # Of a load that swings, a low moment must not decide what the high ones have to do with.
             wish = self._modest = wish if self._modest is None else self._in_common(self._modest, wish)
-        if self._agreed < self.confirm:
-            return self._hold(wish, f"seen {self._agreed} of {self.confirm} times in a row")
+        confirm = min(self.confirm, URGENT_CONFIRM) if wish.urgent else self.confirm
+        if self._agreed < confirm:
+            return self._hold(wish, f"seen {self._agreed} of {confirm} times in a row")
         patient_s = self._patience * self.cool_down_s
         if direction == "in" and seen.now - self._since < patient_s and self._decided_at is not None:
             left = patient_s - (seen.now - self._since)
@@ -637,7 +646,7 @@ class Guarded:
         changes: dict[str, int] = {}
         for stage, wanted in wish.instances.items():
             now = seen.size(stage)
-            most = max(now + 1, int(now * self.max_step))
+            most = wanted if wish.urgent else max(now + 1, int(now * self.max_step))
             least = min(now - 1, math.ceil(now / self.max_step))
             high = seen.instances_max(stage)
             size = max(min(limits.instances_min, high), least, min(high, most, wanted))
@@ -655,6 +664,15 @@ class Guarded:
         return replace(smaller, reason=f"{said} A step at a time: {smaller.what()}.")
 
 
+def _needed(seen: Observation) -> str | None:
+    """Why nothing can be given back, whatever a policy says."""
+    if seen.backlog_grows:
+        return f"the backlog grows by {seen.backlog_growth_s:,.0f} rows a second"
+    if seen.instances and (worst := seen.busiest())[1] > BUSY_FULL:
+        return f"{worst[0]} is busy {worst[1]:.0%}"
+    return None
+
+
 def _impossible(wish: Decision, seen: Observation) -> str | None:
     """Why a decision, of somebody's own policy perhaps, cannot be carried out."""
     known: tuple[tuple[str, set[str], Collection[str]], ...] = (
@@ -668,19 +686,3 @@ def _impossible(wish: Decision, seen: Observation) -> str | None:
     if any(m.stage != wish.stage for m in wish.moves):
         return "moves are those of one stage, which the decision names"
     return None
-
-
-def policy_from(config: Config) -> Guarded | None:
-    """The policy that the settings name, or are given, guarded; None if there is none."""
-    policies: dict[str, Policy] = {
-        "safe-rate": SafeRate(),
-        "target-latency": TargetLatency(float(config.target_latency_ms)),
-        "ring": Ring(),
-    }
-    if config.policy is None:
-        return None
-    return Guarded(
-        policies[config.policy] if isinstance(config.policy, str) else config.policy,
-        cool_down_s=config.policy_cool_down_s,
-        limits=Limits(config.instances_min, config.instances_max, config.nodes_min, config.nodes_max),
-    )

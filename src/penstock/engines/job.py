@@ -25,10 +25,10 @@ from penstock.control.events import (
     StopRequested,
 )
 from penstock.control.routing import RoutingTable
-from penstock.engines.control import serve
 from penstock.engines.local import LocalEngine
 from penstock.engines.protocol import Engine
 from penstock.engines.runtime import Runtime
+from penstock.engines.steering import serve
 from penstock.engines.task import Worker
 from penstock.errors import ConfigError, FlowError
 from penstock.flow import Flow
@@ -60,7 +60,8 @@ class Job:
         runtime = self._runtime
         away = [runtime.away_notice] if runtime.away_notice else []
         sources = [notice for s in self._plan.sources.values() for notice in getattr(s, "notices", ())]
-        found = [notice for part in (runtime.engine, runtime.metrics) for notice in getattr(part, "notices", ())]
+        parts = (runtime.engine, runtime.metrics, runtime.backlogs)
+        found = [notice for part in parts for notice in getattr(part, "notices", ())]
         return [*runtime.notices, *away, *sources, *found]
 
     @property
@@ -78,7 +79,7 @@ class Job:
         ended = self._runtime.ended.wait(timeout)
         if ended:
             self._thread.join()
-            with self._cleanup_lock:  # who comes second waits for it too: a process may end when this returns
+            with self._cleanup_lock:  # a second caller waits too: its process may end when this returns
                 cleanup, self._cleanup = self._cleanup, _nothing
                 cleanup()
             if self._runtime.error is not None:
@@ -121,65 +122,61 @@ class Job:
         self._runtime.post(NodesInvited(now=self._runtime.clock(), count=nodes))
 
     def scale_in(self, nodes: int | list[str] = 1) -> None:
-        """Let nodes go, so many or these: their slices move away first, while the job runs."""
-        controller = self._ready()
-        names = [n for n in controller.fleet.nodes if n not in controller.fleet.leaving]
+        """Let nodes go, a number of them or those named: their slices move away first, while the job runs."""
+        status = self._ready()
+        known = [n.name for n in status.nodes]
+        staying = [n for n in status.nodes if n.state != "leaving"]
         if isinstance(nodes, int):
-            slices = {n: 0 for n in names}
-            for stage, owners in controller.routes.table.owners.items():
-                for container in owners:
-                    home = controller.routes.table.homes_of(stage).get(container, "")
-                    slices[home] = slices.get(home, 0) + 1
-            chosen = sorted(names, key=lambda n: (slices.get(n, 0), -len(n), n))[:nodes]  # the least to move
+            fewest = sorted(staying, key=lambda n: (n.slices, -len(n.name), n.name))  # the least to move
+            chosen = [n.name for n in fewest[:nodes]]
             if nodes < 1:
                 raise ConfigError(f"{nodes} nodes cannot be let go.", remedy="Name them, or give a number from 1 on.")
             count = nodes
         else:
             chosen, count = list(nodes), len(nodes)
-            if unknown := [n for n in chosen if n not in controller.fleet.nodes]:
-                raise ConfigError(
-                    f"there is no node {unknown[0]}.", remedy=f"The nodes are {', '.join(controller.fleet.nodes)}."
-                )
-        if count >= len(names):
+            if unknown := [n for n in chosen if n not in known]:
+                raise ConfigError(f"there is no node {unknown[0]}.", remedy=f"The nodes are {', '.join(known)}.")
+        if count >= len(staying):
             raise ConfigError(
-                f"{count} of {len(names)} nodes cannot go: somebody must stay.", remedy="Use stop to end the job."
+                f"{count} of {len(staying)} nodes cannot go: somebody must stay.", remedy="Use stop to end the job."
             )
         self._runtime.post(LeaveRequested(now=self._runtime.clock(), nodes=tuple(chosen)))
 
     def set_cores(self, node: str, cores: int) -> None:
-        """Use so many cores of a node, while the job runs: as many containers of every stage work there, and its slices
-        are dealt out among them by the setting ``schedule``. Slices of other nodes stay where they are.
+        """Use ``cores`` cores of a node, while the job runs: as many containers of every stage work there, and the
+        node's slices are dealt out among them by the setting ``schedule``. Slices of other nodes stay where they are.
 
         It holds until it is set anew or the node leaves. During a recovery it waits for the end of that.
         """
         if isinstance(cores, bool) or not isinstance(cores, int):
             raise ConfigError(f"{cores!r} is no number of cores.", remedy="Use a whole number.")
-        self._ready().fleet.check_cores(node, cores)
+        self._ready()
+        controller = self._running()
+        assert controller is not None, "a job that is ready has one"
+        controller.fleet.check_cores(node, cores)
         self._runtime.post(CoresRequested(now=self._runtime.clock(), node=node, cores=cores))
 
     def migrate(self, uid: str, slices: list[int], container: int) -> None:
         """Move some slices of a stage to another of its containers, while it runs."""
         stage = self._stage(uid, "move slices of")
-        controller = self._ready()
-        if stage not in controller.routes.table.owners:
-            raise ConfigError(f"'{uid}' is a source: it has no slices.", remedy="Move those of a keyed stage.")
-        if not controller.topology[stage].stateful:
+        status = self._ready()
+        seen = next(s for s in status.stages if s.id == stage)
+        if not seen.owners:
+            raise ConfigError(f"'{uid}' is a source: it has no slices.", remedy="Move slices of a keyed stage.")
+        if not seen.stateful:
             raise ConfigError(
                 f"stage '{stage}' keeps no state: there is nothing to move.",
                 remedy="Rescale it, or move slices of a stage that has state.",
             )
-        usable = [p.container for p in controller.balance.peers(stage)]
-        if container not in usable:
+        if container not in seen.usable:
             raise ConfigError(
                 f"container {container} of '{stage}' cannot take slices: it is not there, or on its way out.",
-                remedy=f"Those that can are {', '.join(map(str, usable))}.",
+                remedy=f"The containers that can are {', '.join(map(str, seen.usable))}.",
             )
-        count = controller.routes.table.slices_in(stage)
-        if wrong := [s for s in slices if not 0 <= s < count]:
-            raise ConfigError(
-                f"there is no slice {wrong[0]} in stage '{stage}'.", remedy=f"Its slices go from 0 to {count - 1}."
-            )
-        if busy := [s for s in slices if (stage, s) in controller.moves.by_slice]:
+        if wrong := [s for s in slices if not 0 <= s < status.slices]:
+            raise ConfigError(f"there is no slice {wrong[0]}.", remedy=f"Slices go from 0 to {status.slices - 1}.")
+        moving = {m.slice for m in status.moves if m.stage == stage}
+        if busy := [s for s in slices if s in moving]:
             raise ConfigError(
                 f"slice {busy[0]} of '{stage}' is on the move already.", remedy="Wait for it, or cancel the moves."
             )
@@ -216,11 +213,12 @@ class Job:
             )
         return runtime.controller
 
-    def _ready(self) -> Controller:
-        controller = self._running()
-        if controller is None or controller.phase == "starting":
+    def _ready(self) -> JobStatus:
+        self._running()
+        status = self.status()
+        if status.phase == "starting":
             raise ConfigError("the job is not running.", remedy="Wait until it runs: its status says so.")
-        return controller
+        return status
 
     def __enter__(self) -> Job:
         return self

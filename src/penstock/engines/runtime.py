@@ -51,17 +51,14 @@ from penstock.control.events import (
     Finish,
     Flush,
     HotSlices,
-    LeaveRequested,
     LogEpoch,
     ManifestWritten,
-    MoveRequested,
     NodesInvited,
     NothingNew,
     PlanEpoch,
     PublishEpoch,
     ReleaseEpoch,
     ReleaseNodes,
-    RescaleRequested,
     RunStage,
     StageDone,
     Started,
@@ -72,14 +69,15 @@ from penstock.control.events import (
     WriteManifest,
 )
 from penstock.control.pacing import Pacer
-from penstock.control.policies import Observation, Policy, policy_from
 from penstock.control.records import EpochRecord, SourceSpan, TaskError, TaskOutput
 from penstock.control.routing import RoutingTable
 from penstock.control.settings import Settings
 from penstock.control.topology import StageInfo, Topology
-from penstock.engines import epochlog
+from penstock.engines import epochlog, scaling
+from penstock.engines.backlogs import Backlogs
 from penstock.engines.merging import Merge, Merging
 from penstock.engines.protocol import Engine
+from penstock.engines.scaling import Scaler
 from penstock.engines.task import DEAD_LETTERS, MANIFEST_NAME, bytes_frame, task_error
 from penstock.errors import (
     CheckpointInUse,
@@ -91,9 +89,8 @@ from penstock.errors import (
     StoreAway,
 )
 from penstock.ids import FIRST_PLAN, StageId
-from penstock.observe import cluster
 from penstock.observe.journal import Journal
-from penstock.observe.metrics import Metrics
+from penstock.observe.metrics import Metrics, StageFacts, snapshot
 from penstock.observe.status import JobStatus
 from penstock.plan import Plan
 from penstock.state.checkpoint import Manifest, check_file, garbage
@@ -104,10 +101,10 @@ TICK_S = 0.02
 ATTEMPTS_PER_START = 1000
 HEARTBEAT_S = 10.0
 NOTICES_MAX = 200
-POLICY_S = 1.0
-"""How often a policy is asked."""
-REFUSED_S = 600.0
-"""A cluster manager that refused nodes is not asked again by a policy for so long."""
+STATUS_S = 0.1
+"""Seconds between two snapshots of the status."""
+STATUS_SHARE = 0.05
+"""Making snapshots takes no more than this share of the loop's time."""
 CLOCKED_EPOCH_S = 0.5
 """An idle flow with windows by the clock runs an empty epoch this often."""
 
@@ -191,16 +188,18 @@ class Runtime:
         """Files of merges under way, which no manifest names yet."""
         self.covered: dict[str, dict[str, Any]] = {}
         """source -> offset up to which it was told that nothing will be read again"""
+        self.manifest_bytes: dict[int, int] = {}
+        """epoch -> bytes of the checkpoint that was just written there"""
         self.on_published: list[Callable[[int], None]] = []
         self.log_ended = False
         """An epoch could not be logged: the job is about to end."""
         self.away_notice: str | None = None
         """Said while the store is away."""
-        self.policy: Policy | None = policy_from(config)
-        self.policy_said: str | None = None
-        self.asking = 0
-        """Nodes that the policy asked for: without an answer, or refused and not to be asked for again yet."""
-        self.ask_again_at = math.inf
+        self.scaler = Scaler(config, self.post, self._say, clock, lambda: getattr(self.engine, "request_nodes", None))
+        self.backlogs = Backlogs(plan.sources, clock)
+        self.snapshot = JobStatus(job=config.name or plan.graph.name, flow=plan.graph.name, engine="", phase="starting")
+        """What the job says of itself. The loop puts another in its place; anybody may read it."""
+        self._publish_again_at = -math.inf
         durable = checkpoint_url is not None and config.checkpoint is not None
         self.journal = Journal(store if durable else None, config.journal_mb, wall_ms=wall_ms)
 
@@ -227,7 +226,9 @@ class Runtime:
                 trace=trace,
             )
         finally:
+            self._publish_status(self.clock(), at_once=True)
             self._close()
+            self._publish_status(self.clock(), at_once=True)
             self.ended.set()
 
     def post(self, event: Event) -> None:
@@ -245,124 +246,26 @@ class Runtime:
                 beat = event.now
                 self.heartbeat()
             self.handle(event)
-            if event.now - considered > POLICY_S:
+            if self.backlogs.due(event.now):
+                self.planner.submit(self.backlogs.look)
+            self._publish_status(event.now)
+            if event.now - considered > scaling.POLICY_S:
                 considered = event.now
-                self._look_for_hot(event.now)
-                if self.policy is not None:
-                    self._consider(self.policy, event.now)
+                self._publish_status(event.now, at_once=True)
+                self._look_for_hot(self.snapshot)
+                self.scaler.consider(self.snapshot, event.now)
 
-    def _look_for_hot(self, now: float) -> None:
+    def _look_for_hot(self, status: JobStatus) -> None:
         """Slices that are too hot for one container: their owners are asked for the keys, as long as they are."""
         assert self.controller is not None and self.metrics is not None
-        if self.controller.phase != "running" or not (
-            self.controller.balance.load.rates or self.controller.balance.hot
-        ):
+        if status.phase != "running" or not (self.controller.balance.load.rates or self.controller.balance.hot):
             return
-        hot = self.metrics.find_hot(self.controller, now)
+        hot = self.metrics.find_hot(status)
         if hot != self.controller.balance.hot:
-            self.post(HotSlices(now=now, slices=hot))
+            self.post(HotSlices(now=self.clock(), slices=hot))
 
-    def _consider(self, policy: Policy, now: float) -> None:
-        """Ask the policy, and do what it says as though somebody had asked for it."""
-        assert self.controller is not None and self.metrics is not None
-        if self.controller.phase != "running":
-            return
-        status = self.status()
-        controller = self.controller
-        owners = {str(stage): slices for stage, slices in controller.routes.table.owners.items()}
-        load: dict[tuple[str, int], float] = {}
-        for stage_id in controller.routes.table.owners:
-            for number, rate in enumerate(
-                controller.balance.load.of(stage_id, controller.routes.table.slices_in(stage_id)) or ()
-            ):
-                load[stage_id, number] = rate
-        if self.ask_again_at < math.inf:
-            self._say_once(
-                "the cluster manager did not take a policy's request for more nodes; it is asked again "
-                f"{REFUSED_S:g} s later. See that it can grant them, or lower nodes_max."
-            )
-        if now >= self.ask_again_at:
-            self.asking, self.ask_again_at = 0, math.inf
-        seen = Observation.of(
-            status,
-            now,
-            edges=tuple(dict.fromkeys((str(up), str(s.id)) for s in controller.topology.stages for up in s.ins)),
-            owners=owners,
-            coming=controller.fleet.invited + self.asking,
-            busy_containers=self.metrics.busy_containers(status),
-            load=load,
-            slots=controller.fleet.limit(),
-            usable={s: [p.container for p in controller.balance.peers(StageId(s))] for s in owners},
-        )
-        try:
-            decision = policy.decide(seen)
-        except Exception as error:  # it may be anybody's: the job goes on as it is
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            self.policy_said = f"{policy.name}: failed with {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
-            self._say_once(f"policy {self.policy_said}. The job keeps its size meanwhile: mend the policy.")
-            return
-        dry, acts = self.config.policy_dry_run, decision.kind != "nothing"
-        self.policy_said = f"{policy.name}{' (dry run)' * dry}: {'would ' * (dry and acts)}{decision}"
-        if not acts:
-            return
-        self.notices = [*self.notices[-NOTICES_MAX:], f"policy {self.policy_said}"]
-        if dry:
-            return
-        if decision.kind == "scale_out":
-            self._ask_for_nodes(decision.nodes, now)
-        if decision.kind == "scale_in":
-            staying = [n for n in status.nodes if n["state"] != "leaving"]
-            fewest = sorted(staying, key=lambda n: (n["slices"], -len(n["name"]), n["name"]))  # the least to move
-            names = decision.which or tuple(n["name"] for n in fewest[: decision.nodes])
-            self.post(LeaveRequested(now=now, nodes=names))
-        # Slices of a stage without state follow its containers: there is nothing to move.
-        if decision.moves and decision.stage is not None and controller.topology[StageId(decision.stage)].stateful:
-            self._move(StageId(decision.stage), {m.slice: m.target for m in decision.moves}, decision.reason, now)
-            return
-        for stage, instances in decision.instances.items():
-            self.post(RescaleRequested(now=now, stage=StageId(stage), instances=instances))
-
-    def _ask_for_nodes(self, count: int, now: float) -> None:
-        """As ``job.scale_out`` does, but on a thread of its own: a cluster manager that is away answers in minutes."""
-        request = getattr(self.engine, "request_nodes", None)
-        master = self.config.master
-        self.asking = count
-        if request is None or master == "local" or master.startswith("local["):
-            self._say_once(
-                "this job runs in one process: there are no nodes that a policy could add. Run it on a cluster, or "
-                "leave nodes_max out."
-            )
-            return
-
-        def ask() -> None:
-            try:
-                taken = request(count)
-            except Exception:  # Spark is going: so is the job
-                taken = False
-            if taken:
-                self.post(NodesInvited(now=self.clock(), count=count))
-                self.asking = 0
-            else:
-                self.ask_again_at = now + REFUSED_S
-
-        threading.Thread(target=ask, name="penstock-nodes", daemon=True).start()
-
-    def _say_once(self, text: str) -> None:
-        if text not in self.notices:
-            self.notices = [*self.notices[-NOTICES_MAX:], text]
-
-    def _move(self, stage: StageId, targets: dict[int, int], reason: str, now: float) -> None:
-        """Exactly these slices, neighbour to neighbour. A container beyond the last one is made for it; one that is
-        emptied goes, or if it is not the last it stays there, vacant, until it is needed again.
-        """
-        assert self.controller is not None
-        routing = self.controller.routes.table
-        room = max(targets.get(s, c) for s, c in enumerate(routing.owners[stage])) + 1
-        have = routing.instances[stage]
-        if room > have or (room < have and not self.controller.fleet.cores):
-            self.post(RescaleRequested(now=now, stage=stage, instances=room, targets=targets))
-        else:
-            self.post(MoveRequested(now=now, stage=stage, targets=targets, reason=reason))
+    def _say(self, text: str) -> None:
+        self.notices = [*self.notices[-NOTICES_MAX:], text]
 
     def handle(self, event: Event) -> None:
         """One event: what it means, and what is to be done about it."""
@@ -415,7 +318,15 @@ class Runtime:
             self.config.name or self.plan.graph.name,
             self.plan.graph.name,
             self.engine.name,
-            {s.id: ("source" if s.source else "keyed", s.operators) for s in self.plan.stages},
+            {
+                s.id: StageFacts(
+                    "source" if s.source else "keyed",
+                    s.operators,
+                    tuple(dict.fromkeys(e.upstream for e in s.ins)),
+                    s.stateful,
+                )
+                for s in self.plan.stages
+            },
         )
         self.engine.start(self.post)
         self.metrics.began = self.clock()
@@ -739,6 +650,8 @@ class Runtime:
                     remedy="Check that it can be reached; start again with the same checkpoint.",
                     source=id,
                 ) from error
+            taken = found.rows_estimate if found is not None else 0
+            self.backlogs.planned(id, found.end if found is not None else start, taken, share)
             if found is not None:
                 ranges[id] = SourceSpan(
                     start=found.start, end=found.end, rows=found.rows_estimate, facts=list(found.facts)
@@ -749,8 +662,6 @@ class Runtime:
         if not ranges and not command.even_if_empty:
             self.post(NothingNew(now=now, epoch=command.epoch, exhausted=len(exhausted) == len(sources)))
             return
-        assert self.metrics is not None
-        self.metrics.planned(command.epoch, now)
         self.post(
             EpochPlanned(
                 now=now, epoch=command.epoch, ranges=ranges, exhausted=tuple(exhausted), clock_ms=self.wall_ms()
@@ -821,9 +732,7 @@ class Runtime:
         self.trip("before-manifest")
         self.store.put(MANIFEST_NAME.format(command.epoch), manifest.to_bytes())
         self.trip("after-manifest")
-        assert self.metrics is not None
-        self.metrics.checkpoints += 1
-        self.metrics.checkpoint_bytes = sum(f.bytes for fs in manifest.files.values() for f in fs)
+        self.manifest_bytes[command.epoch] = sum(f.bytes for fs in manifest.files.values() for f in fs)
         self.post(ManifestWritten(now=self.clock(), epoch=command.epoch, attempt=command.attempt))
 
     def _compact(self, command: Compact, merging: Merging) -> Event:
@@ -911,6 +820,12 @@ class Runtime:
                     for downstream, sizes in report.bytes_out.items():
                         crossing = self._crossing(StageId(downstream), report.node, sizes)
                         self.metrics.exchanged(event.stage, *crossing)
+            case EpochPlanned():
+                self.metrics.planned(event.epoch, {s: span.rows for s, span in event.ranges.items()}, event.now)
+            case NodesInvited():
+                self.scaler.invited(event)
+            case ManifestWritten():
+                self.metrics.checkpointed(self.manifest_bytes.pop(event.epoch, 0))
             case EpochPublished():
                 run = self.controller.epochs.in_flight.get(event.epoch)
                 rows = sum(r.rows_in for s in self.plan.sources for r in run.done.get(StageId(s), ())) if run else 0
@@ -925,21 +840,26 @@ class Runtime:
         return local, sum(sizes) - local
 
     def status(self) -> JobStatus:
+        return self.snapshot
+
+    def _publish_status(self, now: float, *, at_once: bool = False) -> None:
+        """Put a new snapshot in the place of the last one, when it is time for it or the phase is another."""
+        for look in self.backlogs.take():
+            if self.metrics is not None:
+                self.metrics.looked(look.source, look.arrived, look.took, look.full)
+        error = str(self.error) if self.error is not None else None
         if self.controller is None or self.metrics is None:
-            phase = "failed" if self.error else "starting"
-            error = str(self.error) if self.error else None
-            return JobStatus(self.config.name or self.plan.graph.name, self.plan.graph.name, "", phase, error=error)
-        now = self.clock()
-        status = replace(
-            self.metrics.status(self.controller, now),
-            nodes=cluster.nodes(self.controller),
-            moves=cluster.moves(self.controller, now),
-            backups=cluster.backups(self.controller),
-            policy=self.policy_said or (self.policy.name if self.policy is not None else None),
-        )
-        if self.error is not None:
-            return replace(status, phase="failed", error=str(self.error))
-        return replace(status, phase=self.reason) if self.reason else status
+            phase = "failed" if self.error is not None else "starting"
+            self.snapshot = msgspec.structs.replace(self.snapshot, phase=phase, error=error)
+            return
+        phase = "failed" if self.error is not None else self.reason or self.controller.phase
+        if not at_once and phase == self.snapshot.phase and now < self._publish_again_at:
+            return
+        began = self.clock()
+        made = snapshot(self.metrics, self.controller, now, self.scaler.about)
+        self.snapshot = msgspec.structs.replace(made, phase=phase, error=error)
+        took_s = self.clock() - began
+        self._publish_again_at = began + max(STATUS_S, took_s / STATUS_SHARE)
 
 
 def raised(error: TaskError) -> PenstockError:

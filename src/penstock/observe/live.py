@@ -15,7 +15,7 @@ import tempfile
 import textwrap
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -24,7 +24,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from penstock.observe.status import JobStatus, OperatorStatus, straggler_text
+from penstock.observe.status import EpochStatus, JobStatus, MoveStatus, NodeStatus, StageStatus
 
 FRAME_S = 0.25
 LINE_S = 1.0
@@ -73,7 +73,7 @@ class JobLike(Protocol):
 
 
 UntilDone = Callable[[float], bool]
-"""Waits up to so many seconds; True when the view should end. A job's ``wait`` is one."""
+"""Waits up to the given seconds; True when the view should end. A job's ``wait`` is one."""
 
 
 # --- numbers as people read them ---------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def _ms_text(ms: float) -> str:
 # --- series ------------------------------------------------------------------------------------------------------
 
 
-def rate_series(history: Sequence[Mapping[str, Any]], buckets: int, seconds: float, until_s: float) -> list[float]:
+def rate_series(history: Sequence[EpochStatus], buckets: int, seconds: float, until_s: float) -> list[float]:
     """Rows a second in ``buckets`` equal shares of the ``seconds`` before ``until_s``.
 
     Epochs end at odd times and overlap, so one bar an epoch would lie about time. An epoch's rows are spread evenly
@@ -137,14 +137,14 @@ def rate_series(history: Sequence[Mapping[str, Any]], buckets: int, seconds: flo
     begin = until_s - seconds
     before: float | None = None
     for entry in history:
-        at = float(entry["at_s"])
-        since = before if before is not None else at - max(float(entry.get("ms", 0.0)) / 1000, 1e-3)
+        at = entry.at_s
+        since = before if before is not None else at - max(entry.ms / 1000, 1e-3)
         span = max(at - since, 1e-3)
         first = max(0, int((at - span - begin) // width))
         for index in range(first, min(buckets - 1, int((at - begin) // width)) + 1):
             low, high = begin + index * width, begin + (index + 1) * width
             share = max(0.0, min(high, at) - max(low, at - span)) / span
-            rows[index] += share * float(entry["rows"])
+            rows[index] += share * entry.rows
         before = at
     return [count / width for count in rows]
 
@@ -180,8 +180,8 @@ def render(status: JobStatus, width: int = 80, height: int = 24) -> RenderableTy
     # stages and the nodes.
     free = max(1, height - (2 + _BIG_ROWS + 1 + len(facts) + error_rows + 3))
     nodes = _node_rows(status, free)
-    if status.operators:
-        parts += [Text(""), _stages(status.operators, width, max(1, free - (nodes + 1 if nodes else 0)))]
+    if status.stages:
+        parts += [Text(""), _stages(status.stages, width, max(1, free - (nodes + 1 if nodes else 0)))]
     if nodes:
         parts.append(_nodes(status, width, nodes))
     return Group(*parts)
@@ -193,7 +193,7 @@ def _node_rows(status: JobStatus, free: int) -> int:
     """
     if len(status.nodes) < 2:
         return 0
-    rows = max(free - len(status.operators) - 1, free // 2 - 1)
+    rows = max(free - len(status.stages) - 1, free // 2 - 1)
     return min(len(status.nodes), rows) if rows >= 2 else 0
 
 
@@ -220,10 +220,10 @@ def _checkpoint_text(status: JobStatus) -> str:
 
 
 def checkpoint_age_s(status: JobStatus) -> float | None:
-    """Time since the last checkpointed epoch was published; None when the history no longer reaches it."""
+    """Seconds since the last checkpointed epoch was published; None when the history no longer has it."""
     for entry in reversed(status.history):
-        if entry["epoch"] == status.checkpoint_epoch:
-            return max(0.0, status.uptime_s - float(entry["at_s"]))
+        if entry.epoch == status.checkpoint_epoch:
+            return max(0.0, status.uptime_s - entry.at_s)
     return None
 
 
@@ -248,8 +248,8 @@ def _rate(status: JobStatus, width: int) -> Table:
 
 
 def _series_end_s(status: JobStatus) -> float:
-    """The end of the last epoch, as long as the next is not overdue: half an epoch would look like a collapse."""
-    last = float(status.history[-1]["at_s"]) if status.history else 0.0
+    """The end of the last epoch, unless the next is overdue: half an epoch would look like a collapse."""
+    last = status.history[-1].at_s if status.history else 0.0
     patience_s = max(1.0, 2 * status.epoch_ms / 1000)
     return last if status.uptime_s - last < patience_s else status.uptime_s
 
@@ -261,6 +261,7 @@ def _facts(status: JobStatus, width: int) -> list[Text]:
             ("latency p50", _ms_text(status.latency_ms_p50)),
             ("p99", _ms_text(status.latency_ms_p99)),
             ("in flight", str(status.epochs_in_flight)),
+            ("backlog", backlog_text(status)),
         ],
         [
             ("state", f"{short(status.state_rows)} rows, {size_text(status.state_bytes)}"),
@@ -278,9 +279,17 @@ def _facts(status: JobStatus, width: int) -> list[Text]:
         texts.append(_fact_line(seen, "yellow", width))
     if status.stragglers:
         more = f" (and {len(status.stragglers) - 1} more)" if len(status.stragglers) > 1 else ""
-        slow = _cut(straggler_text(status.stragglers[0]), max(0, width - 4 - len(more))) + more
+        slow = _cut(str(status.stragglers[0]), max(0, width - 4 - len(more))) + more
         texts.append(Text(f"  {slow}", style="yellow"))
     return texts
+
+
+def backlog_text(status: JobStatus) -> str:
+    """The rows that wait in the sources, and how fast they become more."""
+    if status.backlog_rows is None:
+        return "not known"
+    growth_s = sum(stage.backlog_growth_s for stage in status.stages if stage.backlog_grows)
+    return f"{short(status.backlog_rows)} rows" + (f", {short(growth_s)} more a second" if growth_s > 0 else "")
 
 
 def _changes(status: JobStatus) -> list[tuple[str, str]]:
@@ -293,11 +302,11 @@ def _changes(status: JobStatus) -> list[tuple[str, str]]:
     return changes
 
 
-def moves_text(moves: Sequence[Mapping[str, Any]]) -> str:
+def moves_text(moves: Sequence[MoveStatus]) -> str:
     """All moves under way in one line: how many in which phase, between whom, and why."""
-    phases = Counter(str(move.get("phase", "?")) for move in moves)
-    ways = Counter(f"{move.get('stage')} {move.get('source')} -> {move.get('target')}" for move in moves)
-    causes = list(dict.fromkeys(str(move["cause"]) for move in moves if move.get("cause")))
+    phases = Counter(move.phase for move in moves)
+    ways = Counter(f"{move.stage} {move.source} -> {move.target}" for move in moves)
+    causes = list(dict.fromkeys(move.cause for move in moves if move.cause))
     counted = ", ".join(f"{count} {phase}" for phase, count in phases.items())
     between = ", ".join(f"{way} ({count})" for way, count in ways.most_common(2))
     more = f" and {len(ways) - 2} more" if len(ways) > 2 else ""
@@ -321,9 +330,9 @@ def _fact_line(facts: Sequence[tuple[str, str]], style: str, width: int) -> Text
     return line
 
 
-def _stages(operators: Sequence[OperatorStatus], width: int, rows_max: int) -> Table:
-    wide = width >= 110
-    bar_width = 20 if wide else 10
+def _stages(stages: Sequence[StageStatus], width: int, rows_max: int) -> Table:
+    wide, very_wide = width >= 110, width >= 150
+    bar_width = 12 if very_wide else 6
     # Two columns stay free for the "^C" that terminals echo: a wrapped line would leave a copy of the frame behind.
     table = Table(box=None, padding=(0, 1), pad_edge=True, header_style="bright_black", width=width - 2)
     table.add_column("stage", no_wrap=True, ratio=1, overflow="ellipsis")
@@ -332,11 +341,17 @@ def _stages(operators: Sequence[OperatorStatus], width: int, rows_max: int) -> T
     table.add_column("inst", justify="right", no_wrap=True)
     table.add_column("in/s", justify="right", no_wrap=True, width=6)
     table.add_column("out/s", justify="right", no_wrap=True, width=6)
+    if wide:
+        table.add_column("offered", justify="right", no_wrap=True, width=7)
+        table.add_column("capacity", justify="right", no_wrap=True, width=8)
     table.add_column("busy", no_wrap=True, width=bar_width + 5)
+    table.add_column("held", justify="right", no_wrap=True, width=4)
+    if wide:
+        table.add_column("idle", justify="right", no_wrap=True, width=4)
     table.add_column("queue", justify="right", no_wrap=True)
-    table.add_column("state", justify="right", no_wrap=True, width=18 if wide else 8)
-    fits = len(operators) <= rows_max
-    shown = operators if fits else operators[: max(0, rows_max - 1)]
+    table.add_column("state", justify="right", no_wrap=True, width=18 if very_wide else 8)
+    fits = len(stages) <= rows_max
+    shown = stages if fits else stages[: max(0, rows_max - 1)]
     for stage in shown:
         cells: list[RenderableType] = [Text(stage.id, style="bold")]
         if wide:
@@ -345,22 +360,25 @@ def _stages(operators: Sequence[OperatorStatus], width: int, rows_max: int) -> T
             str(stage.instances),
             short(stage.rows_in_s),
             short(stage.rows_out_s),
+            *((known(stage.offered_s), known(stage.capacity_s)) if wide else ()),
             _busy(stage.busy, bar_width),
+            Text(f"{stage.back_pressured:.0%}", style="yellow" if stage.back_pressured >= 0.5 else "bright_black"),
+            *((Text(f"{stage.idle:.0%}", style="bright_black"),) if wide else ()),
             Text(str(stage.queue), style="yellow" if stage.queue else "bright_black"),
-            _state_text(stage, wide),
+            _state_text(stage, very_wide),
         ]
         table.add_row(*cells)
     if not fits:
-        table.add_row(Text(f"... and {len(operators) - len(shown)} more", style="bright_black"))
+        table.add_row(Text(f"... and {len(stages) - len(shown)} more", style="bright_black"))
     return table
 
 
 def _nodes(status: JobStatus, width: int, rows_max: int) -> RenderableType:
-    """One line for each node: its containers, its slices and those on their way to it (+) and from it (-)."""
+    """One line for each node: its containers, its slices, and how many slices move to it (+) and from it (-)."""
     fits = len(status.nodes) <= rows_max
-    # Where not all have a line, those have one that something happens to.
+    # Where not all nodes have a line, the nodes that change go first.
     shown = status.nodes if fits else sorted(status.nodes, key=lambda n: _calm(n, status.moves))[: rows_max - 1]
-    most = max(1, *(int(node.get("slices", 0)) for node in status.nodes))
+    most = max(1, *(node.slices for node in status.nodes))
     table = Table(box=None, padding=(0, 1), pad_edge=True, header_style="bright_black", width=width - 2)
     table.add_column("node", no_wrap=True, ratio=1, overflow="ellipsis")
     table.add_column("containers", no_wrap=True, ratio=1, overflow="ellipsis")
@@ -369,16 +387,15 @@ def _nodes(status: JobStatus, width: int, rows_max: int) -> RenderableType:
     table.add_column("moving", justify="right", no_wrap=True, width=8)
     table.add_column("", no_wrap=True, width=7)
     for node in shown:
-        state = str(node.get("state", "up"))
+        state = node.state
         colour = {"up": "cyan", "leaving": "yellow", "suspect": "red"}.get(state, "white")
-        containers = node.get("containers", ())
-        host = f" {node['host']}" if node.get("host") and width >= 110 else ""
+        host = f" {node.host}" if node.host and width >= 110 else ""
         table.add_row(
-            Text.assemble((str(node.get("name")), "bold"), (host, "bright_black")),
-            ranges_text(containers),
-            str(node.get("slices", 0)),
-            Text(bar(int(node.get("slices", 0)) / most, 20), style=f"{colour} on grey19"),
-            _moving(status.moves, set(containers)),
+            Text.assemble((node.name, "bold"), (host, "bright_black")),
+            ranges_text(node.containers),
+            str(node.slices),
+            Text(bar(node.slices / most, 20), style=f"{colour} on grey19"),
+            _moving(status.moves, set(node.containers)),
             Text(state, style="bright_black" if state == "up" else colour),
         )
     if fits:
@@ -386,13 +403,13 @@ def _nodes(status: JobStatus, width: int, rows_max: int) -> RenderableType:
     return Group(table, Text(f" ... and {len(status.nodes) - len(shown)} nodes more", style="bright_black"))
 
 
-def _calm(node: Mapping[str, Any], moves: Sequence[Mapping[str, Any]]) -> bool:
-    return node.get("state", "up") == "up" and not _moving(moves, set(node.get("containers", ())))
+def _calm(node: NodeStatus, moves: Sequence[MoveStatus]) -> bool:
+    return node.state == "up" and not _moving(moves, set(node.containers))
 
 
-def _moving(moves: Sequence[Mapping[str, Any]], containers: set[int]) -> Text:
-    coming = sum(move.get("target") in containers and move.get("source") not in containers for move in moves)
-    going = sum(move.get("source") in containers and move.get("target") not in containers for move in moves)
+def _moving(moves: Sequence[MoveStatus], containers: set[int]) -> Text:
+    coming = sum(move.target in containers and move.source not in containers for move in moves)
+    going = sum(move.source in containers and move.target not in containers for move in moves)
     return Text(" ".join([f"+{coming}"] * bool(coming) + [f"-{going}"] * bool(going)), style="yellow")
 
 
@@ -412,7 +429,12 @@ def _busy(share: float, width: int) -> Text:
     return Text.assemble((bar(share, width), f"{style} on grey19"), f" {min(share, 9.99):4.0%}")
 
 
-def _state_text(stage: OperatorStatus, wide: bool) -> Text:
+def known(figure: float | None) -> str:
+    """A figure, or a dash for one that is not known."""
+    return "-" if figure is None else short(figure)
+
+
+def _state_text(stage: StageStatus, wide: bool) -> Text:
     if not stage.state_rows and not stage.state_bytes:
         return Text("-", style="bright_black")
     return Text(f"{short(stage.state_rows)}, {size_text(stage.state_bytes)}" if wide else short(stage.state_rows))
@@ -467,14 +489,13 @@ def plain_line(status: JobStatus) -> str:
         if len(status.nodes) > NODES_SHOWN:
             parts[-1] += f" and {len(status.nodes) - NODES_SHOWN} nodes more"
     parts += [f"{name} {textwrap.shorten(text, CHANGE_CHARS, placeholder=' ...')}" for name, text in _changes(status)]
-    if status.operators:
-        parts.append("instances " + " ".join(f"{stage.id}={stage.instances}" for stage in status.operators))
+    if status.stages:
+        parts.append("instances " + " ".join(f"{stage.id}={stage.instances}" for stage in status.stages))
     return f"{duration_text(status.uptime_s):>7}  {status.flow}  {status.phase:<10}  " + " | ".join(parts)
 
 
-def _node_text(node: Mapping[str, Any]) -> str:
-    state = node.get("state", "up")
-    return f"{node.get('name')}={node.get('slices', 0)}" + (f"({state})" if state != "up" else "")
+def _node_text(node: NodeStatus) -> str:
+    return f"{node.name}={node.slices}" + (f"({node.state})" if node.state != "up" else "")
 
 
 def plain_lines(job: JobLike, until_done: UntilDone | None = None, every_s: float = LINE_S) -> Iterator[str]:
@@ -483,7 +504,7 @@ def plain_lines(job: JobLike, until_done: UntilDone | None = None, every_s: floa
 
 
 def json_line(status: JobStatus) -> str:
-    """One status as one line of JSON. The history is left out: whoever reads the lines has it."""
+    """One status as one line of JSON. The history is left out: a reader of the lines has it already."""
     fields = status.to_dict()
     del fields["history"]
     return json.dumps(fields, separators=(",", ":"))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
 from penstock.observe.live import rate_series, short
+from penstock.observe.status import EpochStatus
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,8 +41,8 @@ def plot_run(
 ) -> Path:
     """Draw throughput, epoch time and instances over the time of a run.
 
-    ``history`` is the history of ``JobStatus``: at_s, rows, ms and instances of each epoch. ``marks`` are (seconds,
-    what happened). ``counted`` is the label of the third plot.
+    ``history`` is that of ``JobStatus.to_dict``: at_s, rows, ms and instances of each epoch. ``counted``: what the
+    instances are.
     """
     target = _checked_path(path)
     figure = _figure(title, 9.0, 5.6)
@@ -50,7 +51,10 @@ def plot_run(
 
     buckets = max(20, min(180, int(end * 2)))
     width = end / buckets
-    series = rate_series(history, buckets, end, end)
+    epochs = [
+        EpochStatus(epoch=0, at_s=float(e["at_s"]), rows=int(e["rows"]), ms=float(e.get("ms", 0.0))) for e in history
+    ]
+    series = rate_series(epochs, buckets, end, end)
     middles = [(index + 0.5) * width for index in range(buckets)]
     rates.fill_between(middles, series, color=_BLUE, alpha=0.15, linewidth=0)
     rates.plot(middles, series, color=_BLUE, linewidth=1.6)

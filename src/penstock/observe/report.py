@@ -8,9 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.observe.live import checkpoint_age_s, duration_text, ranges_text, short, size_text
-from penstock.observe.status import JobStatus, hot_text, straggler_text
+from penstock.observe.live import backlog_text, checkpoint_age_s, duration_text, known, ranges_text, short, size_text
+from penstock.observe.status import JobStatus, NodeStatus
 
+STAGE_COLUMNS = (
+    "stage",
+    "instances",
+    "in/s",
+    "out/s",
+    "offered/s",
+    "capacity/s",
+    "busy",
+    "held back",
+    "idle",
+    "queue",
+    "queue rows",
+    "backlog",
+    "state rows",
+)
 MOVES_SHOWN = 20
 HOT_SHOWN = 5
 STRAGGLERS_SHOWN = 5
@@ -26,7 +41,7 @@ def status_lines(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
     if status.stragglers:
         lines += ["", *_stragglers(status)]
     if status.hot:
-        lines += ["", *(f"  hot: {hot_text(one)}" for one in status.hot[:HOT_SHOWN])]
+        lines += ["", *(f"  hot: {one}" for one in status.hot[:HOT_SHOWN])]
     if status.error:
         lines += ["", f"error: {status.error}"]
     return lines
@@ -38,15 +53,14 @@ def _facts(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
         ("flow", f"{status.flow} on {status.engine or '-'}, up {duration_text(status.uptime_s)}"),
         ("epoch", f"{status.epoch}, {status.epochs_in_flight} in flight, {status.epoch_ms:.0f} ms each"),
         ("rate", f"{short(status.rows_s)} rows/s, {short(status.rows)} rows in all"),
+        ("backlog", backlog_text(status)),
         ("latency", f"p50 {status.latency_ms_p50:.0f} ms, p99 {status.latency_ms_p99:.0f} ms"),
         ("checkpoint", _checkpoint(status, about)),
         ("state", f"{short(status.state_rows)} rows, {size_text(status.state_bytes)} in {status.slices} slices"),
     ]
     if status.backups:
         b = status.backups
-        facts.append(
-            ("backups", f"{b.get('r')} a slice, {b.get('slices_current')} of {b.get('slices_total')} slices current")
-        )
+        facts.append(("backups", f"{b.copies} a slice, {b.slices_current} of {b.slices_total} slices current"))
     if status.policy:
         facts.append(("policy", status.policy))
     if status.watermark:
@@ -54,7 +68,7 @@ def _facts(status: JobStatus, about: Mapping[str, Any]) -> list[str]:
     counts = {"dead letters": status.dead_letters, "late": status.late, "recoveries": status.recoveries}
     if any(counts.values()):
         facts.append(("trouble", ", ".join(f"{name} {count}" for name, count in counts.items() if count)))
-    suspects = [str(node.get("name")) for node in status.nodes if node.get("state") == "suspect"]
+    suspects = [node.name for node in status.nodes if node.state == "suspect"]
     if suspects:
         facts.append(("suspects", f"{', '.join(suspects)}: a container there hangs, its slices went elsewhere"))
     return [f"  {name:<10}  {value}" for name, value in facts]
@@ -75,44 +89,50 @@ def _stages(status: JobStatus) -> list[str]:
             str(stage.instances),
             short(stage.rows_in_s),
             short(stage.rows_out_s),
+            known(stage.offered_s),
+            known(stage.capacity_s),
             f"{stage.busy:.0%}",
+            f"{stage.back_pressured:.0%}",
+            f"{stage.idle:.0%}",
             str(stage.queue),
+            short(stage.queue_rows),
+            known(stage.backlog_rows),
             short(stage.state_rows) if stage.state_rows else "-",
         )
-        for stage in status.operators
+        for stage in status.stages
     ]
-    return columns(("stage", "instances", "in/s", "out/s", "busy", "queue", "state rows"), rows)
+    return columns(STAGE_COLUMNS, rows)
 
 
 def _nodes(status: JobStatus) -> list[str]:
     rows = [
         (
-            str(node.get("name")),
-            str(node.get("host") or "-"),
-            str(node.get("zone") or "-"),
+            node.name,
+            node.host or "-",
+            node.zone or "-",
             _cores(node),
-            _listed(node.get("containers")),
-            _listed(node.get("slices")),
-            str(node.get("state", "up")),
+            ranges_text(node.containers),
+            str(node.slices),
+            node.state,
         )
         for node in status.nodes
     ]
     return columns(("node", "host", "zone", "cores", "containers", "slices", "state"), rows)
 
 
-def _cores(node: Mapping[str, Any]) -> str:
-    limit = node.get("limit")
-    return f"{limit} of {node.get('cores')}" if limit else str(node.get("cores", "-"))
+def _cores(node: NodeStatus) -> str:
+    cores = "-" if node.cores is None else str(node.cores)
+    return f"{node.limit} of {cores}" if node.limit else cores
 
 
 def _moves(status: JobStatus) -> list[str]:
     rows = [
         (
-            f"{move.get('stage')}/{move.get('slice')}",
-            f"{move.get('source')} -> {move.get('target')}",
-            str(move.get("phase", "-")),
-            f"{float(move.get('since_s') or 0.0):.1f} s",
-            str(move.get("cause") or "-"),
+            f"{move.stage}/{move.slice}",
+            f"{move.source} -> {move.target}",
+            move.phase,
+            f"{move.since_s:.1f} s",
+            move.cause or "-",
         )
         for move in status.moves[:MOVES_SHOWN]
     ]
@@ -123,17 +143,10 @@ def _moves(status: JobStatus) -> list[str]:
 
 
 def _stragglers(status: JobStatus) -> list[str]:
-    lines = [f"  straggler: {straggler_text(one)}" for one in status.stragglers[:STRAGGLERS_SHOWN]]
+    lines = [f"  straggler: {one}" for one in status.stragglers[:STRAGGLERS_SHOWN]]
     if len(status.stragglers) > STRAGGLERS_SHOWN:
         lines.append(f"  ... and {len(status.stragglers) - STRAGGLERS_SHOWN} more")
     return lines
-
-
-def _listed(value: Any) -> str:
-    """A count as it is, numbers as ranges: [0, 1, 2, 5] -> 0-2,5."""
-    if not isinstance(value, list | tuple):
-        return "-" if value is None else str(value)
-    return ranges_text(value)
 
 
 def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

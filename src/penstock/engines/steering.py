@@ -1,16 +1,16 @@
 """Steering a running job from another process: ``penstock status``, ``scale``, ``migrate``, ``rebalance``, ``stop``.
 
 The driver of every job serves a Unix socket from a thread of its own. The socket lies in a directory that only its
-owner may enter, and beside it a file that only its owner may read says who serves it and holds the job's secret; every
-request carries that. So whoever may steer a job is who could kill its process anyway, and nothing is ever heard from
-the network. None of this is on the path of the data: a job without it runs just the same.
+owner may enter. Beside it lies a file that only its owner may read, with the process that serves the socket and the
+job's secret, which every request must carry. So a user who may steer a job is one who could kill its process anyway,
+and nothing is heard from the network. The data takes other ways: a job without a socket runs just the same.
 
-One line of JSON in, one line of JSON out, then the connection is over. Lines, times and the number of connections are
-bounded, each connection has a thread of its own, and a client that hangs or sends rubbish costs that thread for a few
-seconds and nothing else.
+A client sends one line of JSON, gets one line of JSON, and the connection is over. Lines, times and the number of
+connections are bounded. Each connection has a thread of its own, so a client that hangs or sends rubbish costs one
+thread for a few seconds and nothing else.
 
-A job that was killed leaves its file behind. Whoever looks for jobs next sees that the process in it is gone (number
-and start time: numbers are used again), says so, and removes it.
+A job that was killed leaves its file behind. The next command that looks for jobs sees that the process is gone, says
+so, and removes the file. It compares the start time as well as the number of the process: numbers are used again.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock import errors
 from penstock.errors import ConfigError, PenstockError
-from penstock.observe.status import JobStatus
+from penstock.observe.status import JobStatus, NodeStatus
 
 REQUEST_BYTES_MAX = 64 * 1024
 REPLY_BYTES_MAX = 32 * 1024 * 1024
 READ_S = 5.0
-"""A request must be whole by then."""
+"""Seconds until a request must be whole."""
 SEND_S = 10.0
 ANSWER_S = 60.0
-"""How long a client waits for an answer."""
+"""Seconds that a client waits for an answer."""
 WAIT_S_MAX = 30.0
-"""How long one request may wait for the job's end; who wants to wait longer asks again."""
+"""Seconds that one request may wait for the job's end. A client that waits longer asks again."""
 CHANGE_S = 10.0
-"""How long a change waits for the change before it."""
+"""Seconds that a change waits for the change before it."""
 CONNECTIONS_MAX = 16
 LOOK_S = 0.5
-"""How often the server looks whether its job has ended."""
+"""Seconds between two looks of the server whether its job has ended."""
 CLOSE_S = 2.0
 SOCKET_PATH_BYTES_MAX = 100
 """Unix allows 104 to 108."""
@@ -60,8 +62,8 @@ SOCKET_PATH_BYTES_MAX = 100
 OVER = frozenset({"stopped", "complete", "failed"})
 
 
-class ControlError(PenstockError):
-    """A running job could not be reached, or did not accept who asked."""
+class SteeringError(PenstockError):
+    """A running job could not be reached, or did not accept the request."""
 
 
 # --- places and files ----------------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ def run_directories(environ: Mapping[str, str] | None = None) -> list[Path]:
     places = []
     if runtime := environ.get("XDG_RUNTIME_DIR"):
         places.append(Path(runtime) / "penstock")
-    with contextlib.suppress(RuntimeError):  # nobody's home
+    with contextlib.suppress(RuntimeError):  # the user has no home directory
         places.append((Path(environ["HOME"]) if environ.get("HOME") else Path.home()) / ".penstock" / "run")
     temporary = environ.get("TMPDIR") or tempfile.gettempdir()
     places.append(Path(temporary) / f"penstock-{os.getuid()}")
@@ -109,7 +111,7 @@ def _private_directory(environ: Mapping[str, str] | None = None) -> Path:
         if not (problem := _unfit(place)):
             return place
         problems.append(problem)
-    raise ControlError(f"there is no private directory for the job's socket: {'; '.join(problems)}.")
+    raise SteeringError(f"there is no private directory for the job's socket: {'; '.join(problems)}.")
 
 
 def process_start(pid: int) -> str | None:
@@ -159,7 +161,9 @@ class Contact:
         return self.host != socket.gethostname()
 
     def alive(self) -> bool:
-        """Whether the process still is who wrote the file. Of another machine's we cannot know: a shared home."""
+        """Whether the process that wrote the file still runs. A process of another machine (a shared home) counts as
+        running.
+        """
         return self.elsewhere() or process_start(self.pid) == self.process_start
 
     def is_called(self, target: str) -> bool:
@@ -200,7 +204,7 @@ def _read_contact(path: Path) -> Contact:
 
 @dataclass(frozen=True)
 class Listing:
-    """The jobs of this user that run now, those whose process turned out to be gone, and what is worth saying."""
+    """The jobs of this user that run now, the jobs whose process turned out to be gone, and what is worth saying."""
 
     jobs: tuple[Contact, ...]
     gone: tuple[Contact, ...] = ()
@@ -270,7 +274,7 @@ def find_job(
         )
     if found:
         if found[0].elsewhere():
-            raise ControlError(
+            raise SteeringError(
                 f"job {found[0].said()} runs on another machine.", remedy=f"Run the command on {found[0].host}."
             )
         return found[0]
@@ -278,7 +282,7 @@ def find_job(
     remedy = f"Running now: {known}." if known else "No job of yours is running on this machine."
     for contact in listing.gone:
         if contact.is_called(target):
-            raise ControlError(
+            raise SteeringError(
                 _left_behind([contact]),
                 remedy=f"Start it again with penstock run. {remedy}",
             )
@@ -289,7 +293,7 @@ def find_job(
 
 
 def _read_line(connection: socket.socket, bytes_max: int, seconds: float) -> bytes:
-    """One line, whole, within the time: a client that sends a byte now and then gets no more of it than any other."""
+    """One whole line. The time is for all of it, so that a client that sends a byte now and then gets no more."""
     deadline = time.monotonic() + seconds
     chunks: list[bytes] = []
     size = 0
@@ -318,15 +322,15 @@ def _failure(error: PenstockError) -> dict[str, Any]:
 
 
 def _raised(error: Mapping[str, Any]) -> PenstockError:
-    kind = getattr(errors, str(error.get("kind")), ControlError)
+    kind = getattr(errors, str(error.get("kind")), SteeringError)
     if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
-        kind = ControlError
+        kind = SteeringError
     return kind(str(error.get("message", "the job refused.")), remedy=str(error.get("remedy", "")))
 
 
 # --- the server ----------------------------------------------------------------------------------------------------
 
-_open_servers: weakref.WeakSet[ControlServer] = weakref.WeakSet()
+_open_servers: weakref.WeakSet[SteeringServer] = weakref.WeakSet()
 
 
 def close_all() -> None:
@@ -339,7 +343,7 @@ def close_all() -> None:
 atexit.register(close_all)
 
 
-class ControlServer:
+class SteeringServer:
     """Serves one job until ``close``, or until ``ended`` says that it is over."""
 
     def __init__(
@@ -386,11 +390,11 @@ class ControlServer:
             self._shut_sockets()
             raise
         _open_servers.add(self)
-        self._thread = threading.Thread(target=self._serve, name="penstock-control", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="penstock-steering", daemon=True)
         self._thread.start()
 
     def close(self, *, wait: bool = True) -> None:
-        """Takes the files away, so that nobody finds the job any more, and lets the answers under way go out."""
+        """Take the files away, so that no client finds the job any more, and let the answers under way go out."""
         with self._lock:
             first, self._closed = not self._closed, True
         if first and os.getpid() == self._pid:  # a forked child has no business with its parent's files
@@ -452,13 +456,13 @@ class ControlServer:
             full = len(self._workers) >= CONNECTIONS_MAX
             if not full:
                 worker = threading.Thread(
-                    target=self._converse, args=(connection,), name="penstock-control-client", daemon=True
+                    target=self._converse, args=(connection,), name="penstock-steering-client", daemon=True
                 )
                 self._workers.add(worker)
         if not full:
             worker.start()
             return
-        busy = ControlError("too many others are asking the job.", remedy="Try again in a few seconds.")
+        busy = SteeringError("too many others are asking the job.", remedy="Try again in a few seconds.")
         with connection, contextlib.suppress(OSError):
             connection.settimeout(0.1)
             connection.sendall(json.dumps(_failure(busy)).encode() + b"\n")
@@ -469,9 +473,9 @@ class ControlServer:
                 try:
                     line = _read_line(connection, REQUEST_BYTES_MAX, READ_S)
                 except TimeoutError:
-                    reply = _failure(ControlError(f"no whole request came within {READ_S:g} s."))
+                    reply = _failure(SteeringError(f"no whole request came within {READ_S:g} s."))
                 except OverflowError:
-                    reply = _failure(ControlError(f"the request is longer than {REQUEST_BYTES_MAX:,} bytes."))
+                    reply = _failure(SteeringError(f"the request is longer than {REQUEST_BYTES_MAX:,} bytes."))
                 else:
                     reply = self._reply(line)
                 connection.settimeout(SEND_S)
@@ -486,10 +490,10 @@ class ControlServer:
             secret = request["secret"].encode()
             verb, arguments = str(request["do"]), dict(request.get("with", {}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return _failure(ControlError("the request is not of the form that this job understands."))
+            return _failure(SteeringError("the request is not of the form that this job understands."))
         if not hmac.compare_digest(secret, self.contact.secret.encode()):
             return _failure(
-                ControlError(
+                SteeringError(
                     "the secret is not this job's.",
                     remedy=f"It is in {self.contact.file}, which only the owner of the job can read.",
                 )
@@ -499,7 +503,7 @@ class ControlServer:
         except PenstockError as error:
             return _failure(error)
         except Exception as error:  # the job goes on, whatever a request met
-            return _failure(ControlError(f"the job met {type(error).__name__}: {error}."))
+            return _failure(SteeringError(f"the job met {type(error).__name__}: {error}."))
 
 
 class Requests:
@@ -542,13 +546,13 @@ class Requests:
     ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         def change(arguments: Mapping[str, Any]) -> dict[str, Any]:
             if not self._changing.acquire(timeout=CHANGE_S):
-                raise ControlError("another change is being made to the job.", remedy="Try again when it is done.")
+                raise SteeringError("another change is being made to the job.", remedy="Try again when it is done.")
             try:
                 phase = self._job.status().phase
                 if phase == "starting":
-                    raise ControlError("the job is starting.", remedy="Try again when it runs.")
+                    raise SteeringError("the job is starting.", remedy="Try again when it runs.")
                 if phase in OVER or phase == "stopping":
-                    raise ControlError(f"the job is {phase}: it takes no changes any more.")
+                    raise SteeringError(f"the job is {phase}: it takes no changes any more.")
                 said = act(arguments)
                 if phase == "recovering" and not at_once and arguments.get("dry_run") is not True:
                     said += " The job is recovering: this waits for the end of that, and nothing moves before."
@@ -567,16 +571,16 @@ class Requests:
         return function(*arguments)
 
     def _stop(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """``stop`` returns at the job's end, so it has a thread of its own. Who wants to see the end waits in the same
-        request: with the next one they might come too late.
+        """``stop`` returns at the job's end, so it has a thread of its own. A client that wants to see the end waits in
+        the same request: the next one might come too late.
         """
 
         def stop() -> None:
-            with contextlib.suppress(Exception):  # what goes wrong in stopping is raised to who waits for the job
+            with contextlib.suppress(Exception):  # an error in stopping is raised by the job's ``wait``
                 self._job.stop()
 
         if not self._ended():
-            threading.Thread(target=stop, name="penstock-control-stop", daemon=True).start()
+            threading.Thread(target=stop, name="penstock-steering-stop", daemon=True).start()
         said = {"said": "stopping: the epochs under way are finished and a checkpoint is taken."}
         return {**said, **self._wait(arguments)} if "seconds" in arguments else said
 
@@ -608,7 +612,7 @@ class Requests:
         for name, count in _mapping(arguments, "cores").items():
             number = _whole(count, f"the cores of '{name}'", 1)
             node = _node(status, name)
-            used = (node.get("limit") or node.get("cores", "?")) if node else "?"
+            used = (node.limit or node.cores or "?") if node else "?"
             said.append(f"node {name}: {used} -> {number} cores.")
             if not dry:
                 self._call("set_cores", "change the cores of a node", name, number)
@@ -670,26 +674,26 @@ def _mapping(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _stage(status: JobStatus, uid: str) -> tuple[str, int] | None:
     """Id and instances of the stage that operator ``uid`` runs in; None while no stages are known."""
-    for stage in status.operators:
+    for stage in status.stages:
         if uid == stage.id or uid in stage.operators:
             return stage.id, stage.instances
-    if not status.operators:
+    if not status.stages:
         return None
     raise ConfigError(
         f"there is no stage or operator '{uid}' in this job.",
-        remedy=f"The stages are {', '.join(stage.id for stage in status.operators)}.",
+        remedy=f"The stages are {', '.join(stage.id for stage in status.stages)}.",
     )
 
 
-def _node(status: JobStatus, name: str) -> dict[str, Any] | None:
+def _node(status: JobStatus, name: str) -> NodeStatus | None:
     for node in status.nodes:
-        if node.get("name") == name:
+        if node.name == name:
             return node
     if not status.nodes:
         return None
     raise ConfigError(
         f"there is no node '{name}' in this job.",
-        remedy=f"The nodes are {', '.join(str(node.get('name')) for node in status.nodes)}.",
+        remedy=f"The nodes are {', '.join(node.name for node in status.nodes)}.",
     )
 
 
@@ -705,10 +709,10 @@ def _nodes_said(status: JobStatus, number: int) -> str:
     return f"nodes: {now} -> {now + number}."
 
 
-def serve(job: Any, **about: Any) -> tuple[ControlServer | None, str]:
+def serve(job: Any, **about: Any) -> tuple[SteeringServer | None, str]:
     """A server for the job, or None and why there is none: that is no reason for a job not to run."""
     try:
-        return ControlServer(job, **about), ""
+        return SteeringServer(job, **about), ""
     except (OSError, PenstockError) as error:
         return None, f"the job cannot be steered from other processes: {error}"
 
@@ -749,7 +753,7 @@ class RemoteJob:
             if deadline is not None and time.monotonic() >= deadline:
                 break
         if self._over and self._last is not None and self._last.phase == "failed":
-            raise ControlError(f"the job failed: {self._last.error or 'it did not say why'}")
+            raise SteeringError(f"the job failed: {self._last.error or 'it did not say why'}")
         return self._over
 
     def stop(self, *, wait: bool = False) -> str:
@@ -781,12 +785,12 @@ class RemoteJob:
             except (ConnectionError, FileNotFoundError, EOFError):
                 raise self._gone() from None
             except TimeoutError:
-                raise ControlError(
+                raise SteeringError(
                     f"job {self.contact.said()} did not answer within {self._answer_s:g} s.",
                     remedy="Its process may be stopped or very busy; look at it with ps.",
                 ) from None
             except (OSError, ValueError, OverflowError) as error:
-                raise ControlError(f"job {self.contact.said()} could not be understood: {error}.") from None
+                raise SteeringError(f"job {self.contact.said()} could not be understood: {error}.") from None
         if not reply.get("ok"):
             raise _raised(reply.get("error", {}))
         return dict(reply["result"])
@@ -794,26 +798,26 @@ class RemoteJob:
     def _gone(self) -> PenstockError:
         if not self.contact.alive() or not os.path.exists(self.contact.file):
             return _Vanished(f"job {self.contact.said()} is not running any more.")
-        return ControlError(
+        return SteeringError(
             f"job {self.contact.said()} does not answer, though its process is there.",
             remedy="It may be ending just now: try again in a few seconds.",
         )
 
     def _ended_unseen(self) -> None:
-        """Its file is gone: it ended in good order while nobody asked. Its file is there: it was killed."""
+        """The job is gone. Without its file it ended in good order; with it, it was killed."""
         self._over = True
         if os.path.exists(self.contact.file):
             _remove(self.contact)
-            raise ControlError(
+            raise SteeringError(
                 f"job {self.contact.said()} was killed: its process is gone.",
                 remedy="Start it again with penstock run; with a checkpoint directory it resumes.",
             ) from None
         if self._last is not None and self._last.phase not in OVER:
-            self._last = replace(self._last, phase="stopped")
+            self._last = msgspec.structs.replace(self._last, phase="stopped")
 
 
-class _Vanished(ControlError):
-    """Nobody is there any more."""
+class _Vanished(SteeringError):
+    """The job's process is gone, or its file is."""
 
 
 def parse_slices(text: str) -> list[int]:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -26,21 +27,21 @@ import penstock as ps
 from penstock import cli
 from penstock.config import Config
 from penstock.control.routing import RoutingTable
-from penstock.engines import control
-from penstock.engines.control import (
-    ControlError,
-    ControlServer,
+from penstock.engines import steering
+from penstock.engines.job import start
+from penstock.engines.steering import (
     RemoteJob,
+    SteeringError,
+    SteeringServer,
     find_job,
     parse_counts,
     parse_slices,
     process_start,
     running_jobs,
 )
-from penstock.engines.job import start
 from penstock.errors import ConfigError
 from penstock.ids import StageId
-from penstock.observe.status import JobStatus, OperatorStatus
+from penstock.observe.status import JobStatus, MoveStatus, NodeStatus, StageStatus
 from penstock.testing import rows
 
 
@@ -61,7 +62,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "home" / ".penstock" / "run"
-    control.close_all()
+    steering.close_all()
 
 
 class FakeJob:
@@ -75,14 +76,14 @@ class FakeJob:
             phase="running",
             epoch=7,
             slices=16,
-            operators=(OperatorStatus("counts", "keyed", ("counts", "big"), 2),),
+            stages=(StageStatus(id="counts", kind="keyed", operators=("counts", "big"), instances=2),),
             nodes=(
-                {"name": "n1", "host": "a", "zone": None, "cores": 2, "containers": [0], "slices": 8, "state": "up"},
-                {"name": "n2", "host": "b", "zone": "z", "cores": 2, "containers": [1], "slices": 8, "state": "up"},
+                NodeStatus(name="n1", host="a", cores=2, containers=(0,), slices=8),
+                NodeStatus(name="n2", host="b", zone="z", cores=2, containers=(1,), slices=8),
             ),
-            moves=({"stage": "counts", "slice": 3, "source": 0, "target": 1, "phase": "copying", "since_s": 1.5},),
+            moves=(MoveStatus(stage="counts", slice=3, source=0, target=1, phase="copying", since_s=1.5),),
         )
-        self.seen = replace(self.seen, **changes)
+        self.seen = msgspec.structs.replace(self.seen, **changes)
         self.routing = RoutingTable.initial(16, {StageId("counts"): True}, 2)
 
     def status(self) -> JobStatus:
@@ -113,17 +114,17 @@ class FakeJob:
 
     def stop(self) -> None:
         self.calls.append(("stop",))
-        self.seen = replace(self.seen, phase="stopped", epoch=9)
+        self.seen = msgspec.structs.replace(self.seen, phase="stopped", epoch=9)
         self.ended.set()
 
 
-def served(job: FakeJob | None = None, **about: Any) -> tuple[FakeJob, ControlServer]:
+def served(job: FakeJob | None = None, **about: Any) -> tuple[FakeJob, SteeringServer]:
     job = job or FakeJob()
     settings: dict[str, Any] = {"name": "words", "job_id": lambda: "abc123", "ended": job.ended.is_set, **about}
-    return job, ControlServer(job, **settings)
+    return job, SteeringServer(job, **settings)
 
 
-def say(server: ControlServer, line: bytes) -> dict[str, Any]:
+def say(server: SteeringServer, line: bytes) -> dict[str, Any]:
     """Whatever bytes, straight to the socket; what came back."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
@@ -211,7 +212,7 @@ def test_no_place_at_all_is_a_notice_and_no_failure(monkeypatch: pytest.MonkeyPa
     (tmp_path / "file").write_text("")
     for name in ("HOME", "TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path / "file"))
-    server, problem = control.serve(FakeJob(), name="words")
+    server, problem = steering.serve(FakeJob(), name="words")
     assert server is None
     assert problem.startswith("the job cannot be steered from other processes: there is no private directory")
 
@@ -272,7 +273,7 @@ def test_nothing_runs() -> None:
     assert caught.value.remedy == "No job of yours is running on this machine."
 
 
-def stale(server: ControlServer, **changes: Any) -> Path:
+def stale(server: SteeringServer, **changes: Any) -> Path:
     """A file such as a killed job leaves: the same, of a process that is gone."""
     fields = json.loads(Path(server.contact.file).read_text()) | changes
     path = Path(server.contact.file).with_name("left-behind.json")
@@ -287,7 +288,7 @@ def test_a_file_whose_process_is_gone_is_removed_and_said_so() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     path = stale(server, pid=gone.pid, name="old")
-    with pytest.raises(ControlError, match=r"'old' .* is not running: its process is gone. The file .* was removed"):
+    with pytest.raises(SteeringError, match=r"'old' .* is not running: its process is gone. The file .* was removed"):
         find_job("old")
     assert not path.exists() and not path.with_suffix(".sock").exists()
     with pytest.raises(ConfigError, match="no running job 'old'"):
@@ -320,7 +321,7 @@ def test_a_process_number_used_again_does_not_revive_a_job() -> None:
 def test_a_file_of_another_machine_is_left_alone() -> None:
     _, server = served()
     path = stale(server, host="elsewhere", process_start="x", name="far")
-    with pytest.raises(ControlError, match="runs on another machine") as caught:
+    with pytest.raises(SteeringError, match="runs on another machine") as caught:
         find_job("far")
     assert caught.value.remedy == "Run the command on elsewhere." and path.exists()
 
@@ -359,7 +360,7 @@ def test_a_wrong_secret_is_refused() -> None:
     job, server = served()
     remote = RemoteJob(replace(server.contact, secret="0" * 64))
     for verb in ("status", "stop", "rebalance"):
-        with pytest.raises(ControlError, match="the secret is not this job's"):
+        with pytest.raises(SteeringError, match="the secret is not this job's"):
             remote.request(verb)
     assert job.calls == []
     assert server.contact.secret not in json.dumps(say(server, b'{"secret": "", "do": "status"}\n'))
@@ -378,14 +379,14 @@ def test_rubbish_is_refused_and_harms_nobody(line: bytes) -> None:
 
 def test_too_long_a_line_is_refused() -> None:
     _, server = served()
-    answer = say(server, b"x" * (control.REQUEST_BYTES_MAX + 2) + b"\n")
+    answer = say(server, b"x" * (steering.REQUEST_BYTES_MAX + 2) + b"\n")
     assert "longer than 65,536 bytes" in answer["error"]["message"]
     with pytest.raises(ConfigError, match="too long"):
-        RemoteJob(server.contact).request("scale", remove=["n" * control.REQUEST_BYTES_MAX])
+        RemoteJob(server.contact).request("scale", remove=["n" * steering.REQUEST_BYTES_MAX])
 
 
 def test_clients_that_hang_cost_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "READ_S", 0.5)
+    monkeypatch.setattr(steering, "READ_S", 0.5)
     _, server = served()
     silent = [socket.socket(socket.AF_UNIX) for _ in range(4)]
     for each in silent:
@@ -400,14 +401,14 @@ def test_clients_that_hang_cost_others_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_number_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(steering, "CONNECTIONS_MAX", 2)
     _, server = served()
     with contextlib.ExitStack() as stack:
         for _ in range(2):
             silent = stack.enter_context(socket.socket(socket.AF_UNIX))
             silent.connect(server.contact.socket)
         until(lambda: len(server._workers) == 2)
-        with pytest.raises(ControlError, match="too many others"):
+        with pytest.raises(SteeringError, match="too many others"):
             RemoteJob(server.contact).status()
     until(lambda: not server._workers)
     assert RemoteJob(server.contact).status().epoch == 7
@@ -427,7 +428,7 @@ def test_a_job_that_does_not_answer() -> None:
     job, server = served()
     held = threading.Event()
     job.rebalance = held.wait  # type: ignore[assignment]
-    with pytest.raises(ControlError, match=r"did not answer within 0\.3 s"):
+    with pytest.raises(SteeringError, match=r"did not answer within 0\.3 s"):
         RemoteJob(server.contact, answer_s=0.3).change("rebalance")
     assert RemoteJob(server.contact).status().epoch == 7, "questions are answered meanwhile"
     held.set()
@@ -440,7 +441,7 @@ def test_what_a_job_raises_comes_back_as_it_was() -> None:
         remote.change("migrate", stage="counts", slices=[1], container=5)
     assert (caught.value.message, caught.value.remedy) == ("stage 'counts' has no container 5.", "Use 0 or 1.")
     job.rebalance = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(ControlError, match="the job met ZeroDivisionError: division by zero"):
+    with pytest.raises(SteeringError, match="the job met ZeroDivisionError: division by zero"):
         remote.change("rebalance")
     assert remote.status().phase == "running"
 
@@ -517,7 +518,7 @@ def test_a_job_that_lacks_a_method_says_so() -> None:
         def status(self) -> JobStatus:
             return FakeJob().seen
 
-    server = ControlServer(Older(), name="words")
+    server = SteeringServer(Older(), name="words")
     with pytest.raises(ConfigError, match="this job cannot migrate slices"):
         RemoteJob(server.contact).change("migrate", stage="counts", slices=[1], container=1)
 
@@ -525,7 +526,7 @@ def test_a_job_that_lacks_a_method_says_so() -> None:
 @pytest.mark.parametrize("phase", ["starting", "stopping", "stopped", "failed", "complete"])
 def test_changes_need_a_job_that_runs(phase: str) -> None:
     job, server = served(FakeJob(phase=phase))
-    with pytest.raises(ControlError, match=phase):
+    with pytest.raises(SteeringError, match=phase):
         RemoteJob(server.contact).change("rebalance")
     assert job.calls == []
 
@@ -549,7 +550,7 @@ def test_in_the_middle_of_a_recovery_the_answer_says_that_a_change_waits(
     recovering = RemoteJob(server.contact).change(verb, **asked)
     assert ("this waits for the end of that" in recovering) is waits
     assert bool(job.calls) is not asked.get("dry_run", False)
-    job.seen = replace(job.seen, phase="running")
+    job.seen = msgspec.structs.replace(job.seen, phase="running")
     assert "recovering" not in RemoteJob(server.contact).change(verb, **asked)
 
 
@@ -563,9 +564,9 @@ def test_stop_and_wait_see_the_end() -> None:
 
 def test_waiting_for_a_job_that_fails_raises_its_error() -> None:
     job, server = served()
-    job.seen = replace(job.seen, phase="failed", error="The disk is full.")
+    job.seen = msgspec.structs.replace(job.seen, phase="failed", error="The disk is full.")
     job.ended.set()
-    with pytest.raises(ControlError, match=r"the job failed: The disk is full\."):
+    with pytest.raises(SteeringError, match=r"the job failed: The disk is full\."):
         RemoteJob(server.contact).wait()
 
 
@@ -744,7 +745,7 @@ def test_a_real_job_is_asked_rescaled_and_stopped_from_another_process(place: Pa
         assert dry.stdout.startswith("stage sums: 1 -> 2 instances, 4 of 8 slices move."), dry.stderr
         assert command("scale", "endless", "--stage", "sums=2").returncode == 0
         remote = RemoteJob(find_job("endless"))
-        until(lambda: {o.id: o.instances for o in remote.status().operators}["sums"] == 2)
+        until(lambda: {o.id: o.instances for o in remote.status().stages}["sums"] == 2)
         stopped = command("stop", "state", "--wait")
         assert stopped.returncode == 0, stopped.stderr
         assert stopped.stdout.startswith("endless stopped after epoch ")
@@ -801,7 +802,7 @@ def test_a_killed_job_is_stale() -> None:
         remote.status()
         process.kill()
         process.wait()
-        with pytest.raises(ControlError, match="was killed: its process is gone"):
+        with pytest.raises(SteeringError, match="was killed: its process is gone"):
             remote.wait(5)
         with pytest.raises(ConfigError, match="no running job"):
             find_job("endless")
@@ -822,4 +823,4 @@ def test_a_job_of_this_process_is_gone_when_wait_returns(place: Path) -> None:
     remote = RemoteJob(find_job("mine"))
     until(lambda: remote.status().epoch > 0)
     job.stop()
-    assert list(place.iterdir()) == [] and not [t for t in threading.enumerate() if t.name == "penstock-control"]
+    assert list(place.iterdir()) == [] and not [t for t in threading.enumerate() if t.name == "penstock-steering"]

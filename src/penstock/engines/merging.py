@@ -1,15 +1,14 @@
-"""Merging files of checkpoints: fewer to read at a restart. The live tables are not touched.
+"""Merges files of checkpoints, so that a restart reads fewer files. The live tables are not touched.
 
-On Spark a large merge happens in a process of its own that gives way to all others and keeps to one core: it may take
-seconds, and in the driver it would take them, on all cores, from the epochs that go on meanwhile. A small one takes
-less than a process takes to start.
+On Spark a large merge runs in a process of its own with one thread and a low priority. It takes seconds and much
+memory; in the driver it would hold up the epochs that run meanwhile. A small merge takes less time than a process
+needs to start, and runs in the driver.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -25,24 +24,13 @@ from penstock.state.codec import checksum, decode, encode, select_slices
 from penstock.state.store import Store
 
 NICENESS = 10
-"""About a tenth of a core where all are busy: a merge that never ends would be no better."""
+"""Where all cores are busy a merge still gets about a tenth of one, so that it comes to its end."""
 
-START = f"""
-import contextlib, os
-os.setsid()
-os.nice({NICENESS})
-with contextlib.suppress(OSError):
-    with open("/proc/self/autogroup", "w") as file:
-        file.write("{NICENESS}")
-from {__name__} import main
-main()
-"""
-"""Gives way before it imports anything: half a second of a core, which epochs would wait for. Where Linux shares its
-cores between sessions first (autogroup), a process is nice only to its own: so it has one for itself, which is nice.
-"""
+START = f"import os; os.nice({NICENESS}); from {__name__} import main; main()"
+"""The process gives way before it imports anything: its imports take half a second of CPU."""
 
 SMALL_BYTES = 4 * 2**20
-"""Of files. So much is merged in a tenth of a second; a process takes half a second of a core to start."""
+"""Bytes of files that are merged in the driver. 4 MiB take 0.1 s; a process takes 0.5 s of CPU to start."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +39,9 @@ class Merge:
     key: tuple[str, ...]
     meta: Mapping[str, Any]
     name: str
-    """Of the file to be written."""
+    """The name of the file to write."""
     slices: int
-    """Of the whole job."""
+    """The number of slices of the job."""
 
 
 Merging = Callable[[Store, Merge], DeltaFile]
@@ -67,7 +55,7 @@ def merge_here(store: Store, merge: Merge) -> DeltaFile:
         meta, frame = decode(store.get(file.name), file.name, file.slices)
         frames.append(select_slices(meta, frame, file.slices))
         if file.epoch_to == task.epoch_to:
-            progress = meta.get("progress")  # what the newest reflects, all of them together do
+            progress = meta.get("progress")  # the merged file reflects what the newest of its inputs reflects
     merged = merge_frames(frames, merge.key, drop_deleted=task.drop_deleted)
     data = encode({**merge.meta, "progress": progress}, merged, slices_total=merge.slices)
     store.put(merge.name, data)
@@ -78,8 +66,8 @@ def merge_here(store: Store, merge: Merge) -> DeltaFile:
 
 
 class MergeAside:
-    """``merge_here``, in a process for each merge that is not small. It ends with the job; a file half-written has a
-    name of its own, and one that nobody names any more is removed with the others.
+    """Runs ``merge_here`` in a process for each merge that is not small. The process ends with the job. A half-written
+    file has another name than the whole one, and files that no manifest names are removed later.
     """
 
     def __init__(self, small_bytes: int = SMALL_BYTES) -> None:
@@ -93,7 +81,7 @@ class MergeAside:
             return merge_here(store, merge)
         try:
             asked = pickle.dumps((store, merge))
-        except Exception:  # a file system of the user's own: here we can reach it
+        except Exception:  # a store of the user's own that only this process can reach
             return merge_here(store, merge)
         path = os.pathsep.join(p for p in (str(Path(penstock.__file__).parents[1]), *sys.path) if p)
         with self._lock:
@@ -105,6 +93,7 @@ class MergeAside:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "POLARS_MAX_THREADS": "1", "PYTHONPATH": path},
+                process_group=0,  # Ctrl-C at the terminal is for the job, which ends this process when it ends
             )
             self._running.add(process)
         try:
@@ -135,7 +124,6 @@ class MergeAside:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the job, which ends us when it ends
     outcome: DeltaFile | Exception
     store, merge = pickle.load(sys.stdin.buffer)
     try:

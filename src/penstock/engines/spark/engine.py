@@ -45,7 +45,6 @@ from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.merging import MergeAside, Merging
 from penstock.engines.protocol import Post
 from penstock.engines.spark import private
-from penstock.engines.spark.admission import ALL, Admission, has_master
 from penstock.engines.spark.session import check_executors, is_local, open_session, ship_package, single_machine
 from penstock.engines.spark.worker import SLOT, JobSpec, KeepSettings, ReportsParam, SlotTask
 from penstock.errors import EngineError, FlowError
@@ -167,8 +166,6 @@ class SparkEngine:
         self.wanted: int | None = None
         """Executors that Spark was told we want; None: as many as it gives."""
         self.asked: Asked | None = None
-        self.admission: Admission | None = None
-        """Where Spark would replace executors by itself, at the worst moment."""
         self.jobs: dict[tuple[int, str, int], Running] = {}
         self.seen: set[tuple[str, int, str]] = set()
         """Slots that have answered: stage, container, node."""
@@ -231,8 +228,6 @@ class SparkEngine:
             # Modules that the driver can import, workers on this machine can too.
             self.env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and os.path.exists(p))
         self.executors = self.jvm.executors()
-        if self.owned and has_master(master) and not self._by_load():
-            self.admission = Admission(time.monotonic())
         self.watcher = threading.Thread(target=self._watch, name="penstock-watch", daemon=True)
         self.watcher.start()
 
@@ -292,7 +287,7 @@ class SparkEngine:
             have = frozenset(self.executors)
             wanted = (len(have) if self.wanted is None else max(self.wanted, len(have))) + more
             try:
-                taken = self._let_in(wanted)
+                taken = self.jvm.want_executors(wanted)
             except Exception as error:
                 self.notices.append(f"Spark was not asked for more executors: {private.short_reason(error)}")
                 return False
@@ -302,30 +297,6 @@ class SparkEngine:
                 before = self.asked.before if self.asked is not None else have
                 self.asked = Asked(before, waiting + more, time.monotonic())
             return taken
-
-    def _let_in(self, total: int) -> bool:
-        """Have executors started up to so many, of which there is room for; none later unless this is said again."""
-        taken = self.jvm.want_executors(total)
-        if self.admission is not None:
-            self.jvm.want_executors(0)
-        return taken
-
-    def _admit(self) -> Future[None] | None:
-        """Let executors in if it is time. Not on the watcher's thread: a master that is away may answer in minutes."""
-        if self.admission is None or not self.admission.due(time.monotonic(), bool(self.executors)):
-            return None
-        return self.pool.submit(self._admit_now)
-
-    def _admit_now(self) -> None:
-        if not self.asking.acquire(blocking=False):
-            return  # somebody is asking just now; there is a next time
-        try:
-            self._let_in(ALL if self.wanted is None else self.wanted)
-        except Exception as error:
-            if (said := f"the cluster manager does not answer: {private.short_reason(error)}") not in self.notices:
-                self.notices.append(said)
-        finally:
-            self.asking.release()
 
     def _by_load(self) -> bool:
         conf = self.session.sparkContext.getConf()
@@ -358,7 +329,6 @@ class SparkEngine:
                 if self.executors or not is_local(self.session.sparkContext.master):
                     self._look()
                     self._look_for_asked()
-                    self._admit()
                 self._cancel_old()
                 self._look_for_hung()
             except Exception as error:  # Spark is on its way out, or the job's end will tell
@@ -383,8 +353,6 @@ class SparkEngine:
             found = {name: known[name] for name in known if name in there and name not in self.going}
             if found.keys() == self.executors.keys():
                 return False  # a new one, of which Spark does not know everything yet
-            if self.admission is not None and self.executors.keys() - found.keys():
-                self.admission.lost(time.monotonic())
             self.executors = found
             self.post(NodesChanged(time.monotonic(), self.nodes() if found else (), reason))
             return True
@@ -540,8 +508,6 @@ class SparkEngine:
         return f"{self.group}-{attempt}"
 
     def release(self, epoch: int) -> None:
-        if self.admission is not None:
-            self.admission.output(epoch)
         with self.lock:
             old = [k for k in self.outputs if k[0] <= epoch]
             gone = [self.outputs.pop(k) for k in old]

@@ -44,28 +44,6 @@ _decode = msgspec.json.Decoder(JobSpec).decode
 _workers: dict[str, Worker] = {}
 
 
-FULL_COLLECTION_EVERY = 256
-_tasks = 0
-_collected = -(os.getpid() % FULL_COLLECTION_EVERY)
-"""Tasks there had been at the last full collection. Not all processes of a job are to have theirs in the same epoch."""
-
-
-def _spare_the_collector() -> None:
-    """PySpark collects garbage after each task, which walks every object of every imported module: 50 ms of CPU for
-    nothing.
-
-    Freezing sets aside what is alive now. Now and then all of it is looked at again, so that cycles do not pile up:
-    between two tasks, where somebody calls us then.
-    """
-    global _tasks, _collected
-    _tasks += 1
-    if _tasks >= _collected + 2 * FULL_COLLECTION_EVERY:
-        _collected = _tasks
-        gc.unfreeze()
-    else:
-        gc.freeze()
-
-
 class KeepSettings(msgspec.Struct, frozen=True):
     """How a process keeps backups of other containers' slices."""
 
@@ -84,12 +62,8 @@ class ReportsParam(AccumulatorParam[list[bytes]]):
 
 
 def between_tasks() -> bool:
-    """Called by the process of a slot when it has no task: a little of what tasks put off. Whether there is more."""
-    global _collected
-    if _tasks >= _collected + FULL_COLLECTION_EVERY:
-        _collected = _tasks
-        gc.unfreeze()
-        gc.collect()
+    """Do one step of the work that tasks put off. The process of a slot calls this while it has no task. True: there
+    is more to do."""
     return any([worker.wake_some() for worker in _workers.values()])
 
 
@@ -135,12 +109,14 @@ class SlotTask:
                 load_manifest=lambda checkpoint: read_manifest(self.store, checkpoint),
             )
             _workers[self.run_id] = worker
+            # Imported modules are never garbage. PySpark collects after each task, and would walk all their objects
+            # again, for 50 ms of CPU.
+            gc.freeze()
         return _workers[self.run_id]
 
     def __call__(self, partition: int, iterator: Iterable[bytes]) -> Iterator[bytes]:
         from pyspark import TaskContext
 
-        _spare_the_collector()
         context = TaskContext.get()
         assert context is not None
         job = _decode(context.getLocalProperty("penstock.spec") or "")

@@ -35,6 +35,7 @@ $(STAMP): requirements.txt pyproject.toml
 $(DEV_STAMP): $(STAMP) requirements-extras.txt requirements-dev.txt
 	@echo "setup: installing what the extras, tests and checks need into $(VENV)"
 	@$(PIP) -r requirements.txt -r requirements-extras.txt -r requirements-dev.txt
+	@$(BIN)/python -m penstock.engines.spark.archive
 	@touch $@
 
 demo: setup ## the demonstration: the top words of a sliding window, rescaled while you watch

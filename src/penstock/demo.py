@@ -16,7 +16,6 @@ import contextlib
 import datetime as dt
 import json
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from rich.text import Text
 from penstock.config import Config
 from penstock.connectors import memory, words
 from penstock.connectors.generator import WordSource
+from penstock.connectors.scratch import open_scratch
 from penstock.connectors.sinks import MemorySink
 from penstock.control.routing import RoutingTable
 from penstock.engines.job import Job, start
@@ -292,13 +292,13 @@ def _run(
     sink = memory()
     flow = build_flow(word_source(rate, seed, clock), sink)
     interrupted = threading.Event()
-    # Our own directory, not one that the job makes: it goes even when a second Ctrl-C cuts everything short.
-    with tempfile.TemporaryDirectory(prefix="penstock-demo-", ignore_cleanup_errors=True) as scratch:
+    # A directory of the demonstration's own, for it goes even when a second Ctrl-C cuts everything short.
+    with open_scratch("demo") as scratch:
         settings = {
             "master": master,
             "instances": BEFORE if executors is None else None,
             "epoch_rows": EPOCH_ROWS,
-            "checkpoint": scratch,
+            "checkpoint": scratch.directory,
             "name": "demo",
         }
         config = Config.load(None, settings)

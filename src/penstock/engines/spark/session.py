@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import marshal
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config
 from penstock.doctor import check_machine
-from penstock.engines.spark import archive, private, slots
+from penstock.engines.spark import archive, place, private, slots
 from penstock.errors import EngineError, MachineError
 
 if TYPE_CHECKING:
@@ -123,11 +122,13 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
         del settings["spark.driver.host"], settings["spark.driver.bindAddress"]
     else:
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # or Spark warns about the host's name
-    mapped, mapped_by_executors = archive.java_options(archive.archive_path() if config.class_archive else None)
-    java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", *mapped]
+    path = archive.archive_path() if config.class_archive else None
+    mapped, mapped_by_executors = archive.java_options(path, leave=is_local(config.master))
+    temporary = f"-Djava.io.tmpdir={place.place()}"
+    java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", temporary, *mapped]
     if single_machine(config.master):
         java += LOCAL_JVM
-        settings["spark.executor.extraJavaOptions"] = " ".join((*LOCAL_JVM, *mapped_by_executors))
+        settings["spark.executor.extraJavaOptions"] = " ".join((*LOCAL_JVM, temporary, *mapped_by_executors))
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
     settings.update(config.spark)
     daemon = None if DAEMON in settings else _use_slots(settings, config.master)
@@ -136,8 +137,12 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
     builder: Any = SparkSession.builder.master(config.master).appName(name)
     for key, value in settings.items():
         builder = builder.config(key, value)
+    # An archive fits only the paths that it was made with, and those of the linked home are gone with this process.
+    leaves_archive = bool(mapped) and not mapped_by_executors
+    own_home = single_machine(config.master) and not leaves_archive
     try:
-        session = builder.getOrCreate()
+        with place.in_place(settings.get("spark.local.dir"), own_home):
+            session = builder.getOrCreate()
     except Exception as error:
         raise EngineError(
             f"Spark did not start on {config.master}: {private.short_reason(error)}.",
@@ -167,8 +172,7 @@ def _use_slots(settings: dict[str, str], master: str) -> Path:
 @functools.cache
 def _slots_file() -> Path:
     """The daemon as a module of its own: as one of the package it would load all of that before it forks."""
-    directory = Path(tempfile.mkdtemp(prefix="penstock-slots-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix="slots-", dir=place.place()))
     # The engine gives containers the driver's path for theirs.
     sys.path.append(str(directory))
     return Path(shutil.copyfile(slots.__file__, directory / f"{DAEMON_MODULE}.py"))
@@ -176,9 +180,8 @@ def _slots_file() -> Path:
 
 def _quiet_logging() -> str:
     """Spark greets with warnings before its log level can be set. Errors that matter come to the user as ours."""
-    path = Path(tempfile.mkdtemp(prefix="penstock-log4j-")) / "log4j2.properties"
+    path = place.place() / "log4j2.properties"
     path.write_text(LOG4J)
-    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
     return str(path)
 
 
@@ -186,8 +189,7 @@ def ship_package(sc: SparkContext) -> None:
     """Send this very package to the executors: they need no installation of it. It goes compiled, too: Python keeps
     nothing that it compiles from an archive, and every container's process would do it anew."""
     source = Path(__file__).resolve().parents[2]
-    target = Path(tempfile.mkdtemp(prefix="penstock-ship-")) / "penstock-shipped.zip"
-    atexit.register(shutil.rmtree, target.parent, ignore_errors=True)
+    target = Path(tempfile.mkdtemp(prefix="ship-", dir=place.place())) / "penstock-shipped.zip"
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(source.rglob("*.py")):
             name = Path("penstock") / path.relative_to(source)

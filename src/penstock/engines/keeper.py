@@ -30,44 +30,47 @@ from penstock.state.checkpoint import DeltaFile, Manifest, check_file, merge_fra
 from penstock.state.codec import Opened, decode, select_slices, sort_by_slice
 from penstock.state.store import Store
 
-PATIENCE_S: Final = 2.0
-"""A piece may arrive after its checkpoint is known to be complete: so long nothing is read in its place."""
-PAUSE_FIRST_S: Final = 0.5
-PAUSE_MAX_S: Final = 30.0
-WAIT_MAX_S: Final = 0.05
-"""The longest that a step holds up those behind it to keep to the bandwidth."""
-STEP_ROWS: Final = 2**15
-"""Taken from a file, or made a copy of, at a time, or a slice: some hundredths of a second, which a task may have to
-wait for."""
-STEP_SLICES: Final = 64
-"""No more than this either: each has a fixed price,"""
-STEP_GROUPS: Final = 16
-"""and more so each of those that are merged by themselves: a millisecond or two."""
-GROUP_ROWS: Final = 2**15
-"""Slices that come to no more than this are merged together."""
-GROUP_SHARE: Final = 64
-"""Nor may their files come to more than this part of the memory: in it they are several times as large."""
-WORK_BYTES: Final = 4 << 20
-"""Merged or spilled in a step: some hundredths of a second."""
-BURST_S: Final = 0.25
-"""So much of a second's bytes may be read at once after a rest."""
-IDLE_MAX_S: Final = 0.2
-"""After each step of a seed nothing is read for as long as it took: epochs that run meanwhile share the processors, and
-the interpreter, with it. No longer than this, though: a long step has waited for the store."""
-ASIDE_MAX_S: Final = 0.5
-"""Nor is anything read while a task runs in this process, whose every step would wait for one of a seed. A task that
-takes longer than this, or tasks with nothing in between, do not keep it from going on."""
-ASIDE_S: Final = 0.005
-"""How often it is looked whether the task is over."""
-REST_S: Final = 3.0
-"""After a recovery nothing is read for so long: the epochs that run again need the processors and the store more."""
-_SEEN_MAX: Final = 256
+
+@dataclass(frozen=True)
+class Budget:
+    """What the background work may take from the tasks of its process. Rows, slices and bytes are those of one step,
+    for a task may have to wait for the step that is being done."""
+
+    step_rows: int = 2**15
+    """Rows that one step reads or copies, and that a group of small slices has. 32,768 rows take about 30 ms."""
+    step_slices: int = 64
+    """Slices that one step reads, whatever their rows: each has a fixed cost. Of groups of slices, which are merged
+    one by one, a step takes a quarter of this number."""
+    step_bytes: int = 4 << 20
+    """Bytes that one step merges or spills. 4 MiB take about 30 ms. A larger file is a step of its own to read."""
+    group_share: int = 64
+    """The files of a group of small slices come to at most this part of the memory. In memory they are several times
+    as large."""
+    patience_s: float = 2.0
+    """A piece that did not arrive is read from the store this long after its checkpoint is known to be complete."""
+    retry_s: float = 0.5
+    """The pause after an error of the store. It doubles with every further error."""
+    retry_s_max: float = 30.0
+    """The longest pause after an error of the store."""
+    wait_s_max: float = 0.05
+    """The longest that the thread waits at a time, for what is queued behind waits with it. While a task runs the
+    thread looks ten times as often whether the task is over."""
+    rest_s_max: float = 0.25
+    """After a step of a seed nothing is read for as long as the step took, and for this long at most: tasks share the
+    interpreter with it. A running task holds up reading for twice this time. After a pause, the bytes of this time may
+    be read at once."""
+    recovery_s: float = 3.0
+    """After a recovery nothing is read for new copies for this long: the epochs that run again need the store more."""
+
+
+SEEN_MAX: Final = 256
+"""Epochs whose commits a stage remembers, to know which of those it is told are new."""
 
 
 class Keeper:
-    """One in a worker process. ``pool`` has one thread, and nothing else runs on it for long. ``bytes_s``: how much may
-    be read from the store in a second (0: no limit). ``wait``: how that thread waits; None: it does not, and goes on
-    at a later ``tell``."""
+    """One in a worker process. ``pool`` has one thread, and nothing else runs on it for long. ``bytes_s`` is the number
+    of bytes that may be read from the store in a second (0: no limit). ``wait`` is how that thread waits. None: it does
+    not wait, and goes on at a later ``tell``."""
 
     def __init__(
         self,
@@ -81,7 +84,9 @@ class Keeper:
         load_manifest: Callable[[int], Manifest],
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] | None = time.sleep,
+        budget: Budget | None = None,
     ) -> None:
+        self._budget = budget or Budget()
         self._job = job
         self._store = store
         self._memory_max = memory_max
@@ -90,7 +95,7 @@ class Keeper:
         self._load_manifest = load_manifest
         self._clock = clock
         self._wait = wait
-        self._rate = _Rate(bytes_s, clock)
+        self._rate = _Rate(bytes_s, self._budget.rest_s_max, clock)
         self._lock = threading.Lock()
         # Under the lock: what a task's thread and the pool's share.
         self._told: dict[str, _Told] = {}
@@ -159,8 +164,9 @@ class Keeper:
         with self._lock:
             return self._given_up.get(stage, frozenset())
 
-    def rest(self, seconds: float = REST_S) -> None:
-        """What is held is needed now, and what is to be read for new copies can wait a little."""
+    def rest(self, seconds: float | None = None) -> None:
+        """Read nothing for new copies for a while. None: as long as after a recovery."""
+        seconds = self._budget.recovery_s if seconds is None else seconds
         with self._lock:
             self._rest_until_s = max(self._rest_until_s, self._clock() + seconds)
 
@@ -326,7 +332,7 @@ class Keeper:
         there would be no limit to memory."""
         for kept in self._stages.values():
             if kept.unsettled:
-                kept.unsettled = kept.backups.work(WORK_BYTES)
+                kept.unsettled = kept.backups.work(self._budget.step_bytes)
                 break
         return self._unsettled()
 
@@ -345,12 +351,12 @@ class Keeper:
         if not ready:
             return False
         pause_s = max(self._rate.pause_s(), self._idle_until_s - now)
-        if pause_s <= 0 and self._in_task and now < self._idle_until_s + ASIDE_MAX_S:
-            pause_s = ASIDE_S
+        if pause_s <= 0 and self._in_task and now < self._idle_until_s + 2 * self._budget.rest_s_max:
+            pause_s = self._budget.wait_s_max / 10
         if pause_s > 0:
             if self._wait is None:
                 return False
-            self._wait(min(pause_s, WAIT_MAX_S))
+            self._wait(min(pause_s, self._budget.wait_s_max))
             return True
         self._turn += 1
         kept = ready[self._turn % len(ready)]
@@ -360,12 +366,12 @@ class Keeper:
         else:
             self._seed_some(kept)
             done = self._clock()
-            self._idle_until_s = done + min(done - now, IDLE_MAX_S)
+            self._idle_until_s = done + min(done - now, self._budget.rest_s_max)
         return True
 
     def _late(self, kept: _Stage, now: float) -> str | None:
         """A missing file whose piece has had time enough to come."""
-        return next((name for name, since in kept.missing.items() if now >= since + PATIENCE_S), None)
+        return next((name for name, since in kept.missing.items() if now >= since + self._budget.patience_s), None)
 
     def _has_to_read(self, kept: _Stage, now: float) -> bool:
         if self._late(kept, now) is not None or kept.seeding is not None:
@@ -403,7 +409,7 @@ class Keeper:
                     data = self._read(file.name)
                     check_file(file, data, file.name)
                     seed.open(Opened(data, file.name))
-                    if len(data) > WORK_BYTES:
+                    if len(data) > self._budget.step_bytes:
                         return
                 seed.add_some(backups.key)
         except Exception as error:
@@ -431,7 +437,9 @@ class Keeper:
         manifest = self._load_manifest(checkpoint)
         progress = {source: read["offset"] for source, read in manifest.sources.items()}
         files = manifest.files_for(kept.stage, slices)
-        kept.seeding = _Seed(checkpoint, slices, files, progress, kept.backups.slices_total, kept.backups.memory_max)
+        kept.seeding = _Seed(
+            checkpoint, slices, files, progress, kept.backups.slices_total, kept.backups.memory_max, self._budget
+        )
         kept.backups.pinned = checkpoint
         return kept.seeding
 
@@ -442,7 +450,7 @@ class Keeper:
         return data
 
     def _failed(self, kept: _Stage, error: Exception) -> None:
-        kept.pause_s = min(PAUSE_MAX_S, max(PAUSE_FIRST_S, 2 * kept.pause_s))
+        kept.pause_s = min(self._budget.retry_s_max, max(self._budget.retry_s, 2 * kept.pause_s))
         kept.resume_s = self._clock() + kept.pause_s
         kept.waits = f"backups of stage '{kept.stage}' wait for the checkpoint store: {error}"
         self._counts["store_errors"] += 1
@@ -468,7 +476,7 @@ class Keeper:
     def _dues(self, kept: _Stage) -> Iterable[float]:
         """When there will be something to do for a stage, other than what is told."""
         if kept.missing:
-            yield max(kept.resume_s, self._rest_until_s, min(kept.missing.values()) + PATIENCE_S)
+            yield max(kept.resume_s, self._rest_until_s, min(kept.missing.values()) + self._budget.patience_s)
         if self._has_to_read(kept, float("-inf")):
             yield max(kept.resume_s, self._rest_until_s)
 
@@ -497,7 +505,7 @@ class _Told:
         self.checkpoint = max(checkpoint, self.checkpoint)
         self.commits.extend(fresh)
         self._seen.update((commit.epoch, None) for commit in fresh)
-        for epoch in sorted(self._seen)[:-_SEEN_MAX]:
+        for epoch in sorted(self._seen)[:-SEEN_MAX]:
             del self._seen[epoch]
         self.news = True
 
@@ -542,7 +550,9 @@ class _Seed:
         progress: Mapping[str, Any],
         slices_total: int,
         bytes_max: int,
+        budget: Budget,
     ) -> None:
+        self.budget = budget
         self.checkpoint = checkpoint
         self.slices = set(slices)
         self.files = list(files)
@@ -550,7 +560,7 @@ class _Seed:
         self.progress = progress
         """source -> how far it had been read at the checkpoint"""
         self.slices_total = slices_total
-        self.size = _group_size(files, bytes_max)
+        self.size = self._group_size(bytes_max)
         chosen = sorted(slices)
         self.group = {number: chosen[i - i % self.size] for i, number in enumerate(chosen)}
         """Slice -> the first of those that it travels with."""
@@ -569,8 +579,8 @@ class _Seed:
     def add_some(self, key: Sequence[str]) -> None:
         assert self.opened is not None
         left = self.slices.intersection(self.files[0].slices) - self.added
-        groups = self._grouped(self.opened.first(left, STEP_ROWS)[:STEP_SLICES])
-        groups = dict(itertools.islice(groups.items(), STEP_GROUPS))
+        groups = self._grouped(self.opened.first(left, self.budget.step_rows)[: self.budget.step_slices])
+        groups = dict(itertools.islice(groups.items(), max(1, self.budget.step_slices // 4)))
         some = list(itertools.chain.from_iterable(groups.values()))
         meta, frame = self.opened.read(some)
         for first, together in groups.items():
@@ -597,7 +607,7 @@ class _Seed:
                 continue
             parts = self.parts.get(first, [])
             rows += sum(part.height for part in parts)
-            if done and (rows > STEP_ROWS or len(done) + len(together) > STEP_SLICES):
+            if done and (rows > self.budget.step_rows or len(done) + len(together) > self.budget.step_slices):
                 break
             self.parts.pop(first, None)
             done |= self._apart(parts, together, key)
@@ -631,6 +641,14 @@ class _Seed:
             del self.parts[first]
         self.files = [file for file in self.files if self.slices.intersection(file.slices)]
 
+    def _group_size(self, bytes_max: int) -> int:
+        """How many slices travel together: so few that a group is soon merged, and is a small part of memory."""
+        rows = max((file.rows // file.slices_written for file in self.files), default=0)
+        read = sum(file.bytes // file.slices_written for file in self.files)
+        by_rows = self.budget.step_rows // max(1, rows)
+        by_bytes = bytes_max // (self.budget.group_share * max(1, read))
+        return max(1, min(self.budget.step_slices, by_rows, by_bytes))
+
     def limit(self, bytes_max: int) -> None:
         """What is half read must fit into memory: the last groups are put off to a seed of their own."""
         sizes = {first: sum(int(part.estimated_size()) for part in parts) for first, parts in self.parts.items()}
@@ -642,28 +660,22 @@ class _Seed:
             self.only({earlier for earlier in self.slices if self.group[earlier] < first})
 
 
-def _group_size(files: Sequence[DeltaFile], bytes_max: int) -> int:
-    """So many slices go together: what they come to is soon merged, and is a small part of the memory."""
-    rows = max((file.rows // file.slices_written for file in files), default=0)
-    read = sum(file.bytes // file.slices_written for file in files)
-    return max(1, min(STEP_SLICES, GROUP_ROWS // max(1, rows), bytes_max // (GROUP_SHARE * max(1, read))))
-
-
 class _Rate:
-    """So many bytes in a second, and after a rest a little more at once."""
+    """Limits reading to ``bytes_s`` bytes in a second. After a pause, the bytes of ``burst_s`` may be read at once."""
 
-    def __init__(self, bytes_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, bytes_s: float, burst_s: float, clock: Callable[[], float]) -> None:
         self._bytes_s = bytes_s
+        self._burst_s = burst_s
         self._clock = clock
         self._free_s = float("-inf")
-        """From when on the next byte may be read."""
+        """The time from which on the next byte may be read."""
 
     def used(self, count: int) -> None:
         if self._bytes_s > 0:
-            self._free_s = max(self._free_s, self._clock() - BURST_S) + count / self._bytes_s
+            self._free_s = max(self._free_s, self._clock() - self._burst_s) + count / self._bytes_s
 
     def pause_s(self) -> float:
         return max(0.0, self._free_s - self._clock()) if self._bytes_s > 0 else 0.0
 
 
-__all__ = ["Keeper"]
+__all__ = ["Budget", "Keeper"]

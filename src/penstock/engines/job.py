@@ -257,8 +257,11 @@ def start(flow: Flow, *, engine: str = "spark", config: Config | None = None, **
         cleanups.append(lock.release)
         lock.keep(time.time)
         hooks["heartbeat"] = lock.check
+        files = FsspecStore(url)
+        if files.root is not None:
+            files.remove_temporaries()  # what a killed driver was writing
         retrying = RetryingStore(
-            FsspecStore(url),
+            files,
             retries=config.store_retries,
             timeout_s=config.store_timeout_s,
             away_s=config.store_away_s,

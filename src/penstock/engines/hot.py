@@ -1,10 +1,9 @@
-"""What a container finds out about its slices: the rows that come for each, and the hottest keys of those it is asked
-about.
+"""Measures the load of slices: the rows that arrive for each slice of a container, and the hottest keys of a slice.
 
-Rows are counted by the hash that they carry from the shuffle. Of a large epoch a sample is enough: 16,384 rows drawn at
-random tell the share of a slice that has a 64th of them to within 6 %, and several epochs are added up before anybody
-hears of it. Drawn with a seed, so that the same epoch gives the same figures; at random and not every n-th row, since
-keys that come in turn would deceive that.
+Rows are counted by the hash that they carry from the shuffle. For a large epoch a sample is enough: 16,384 rows drawn
+at random give the share of a slice with a 64th of the rows to within 6 %, and several epochs are added up before the
+figures are used. The sample is drawn with a seed, so the same epoch gives the same figures. It is random, for keys may
+arrive in turn, and every n-th row would then be of the same few keys.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ KEY_CHARS_MAX = 80
 
 
 def rows_by_slice(frames: Sequence[pl.DataFrame], slices: int, seed: int) -> NDArray[np.float64]:
-    """About how many of these rows are for each slice."""
+    """An estimate of how many of these rows belong to each slice."""
     counts = np.zeros(slices)
     total = sum(f.height for f in frames)
     for frame in frames:
@@ -46,7 +45,7 @@ def hottest_keys(
 ) -> list[tuple[str, float]]:
     """The keys of one slice with the most rows, and what share of its rows each has."""
     if not key:
-        return []  # there is but one
+        return []  # without a key all rows have the same one
     found = []
     total = sum(f.height for f in frames)
     for frame in frames:

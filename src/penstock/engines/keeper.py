@@ -1,14 +1,14 @@
 """The background side of a worker process: keeps backups of peers' slices current, for all stages.
 
-A task's thread only tells and asks. ``tell`` says what to hold and which checkpoints are complete, ``offer`` hands over
-pieces that arrived; both put things into a queue. The work is done in *steps* on an executor with one thread: take in
-everything queued, come forward, then merge or spill a little of what is due, or else read at most one file from the
-durable store, then queue the next step. So a large seed never stands before a piece or a commit, and nothing here ever
-waits for anything but the store. Only ``take``, which a recovering task calls, waits: for one step, and for so long as
-it says.
+The thread of a task only tells and asks. ``tell`` says what to hold and which checkpoints are complete, and ``offer``
+hands over pieces that arrived; both put them into a queue. The work is done in *steps* on an executor with one thread.
+A step takes in everything that is queued, then merges or spills a little if that is due, or else reads at most one file
+from the durable store, then queues the next step. So a piece or a commit never waits for a large seed, and a step waits
+for nothing but the store. Only ``take``, which a recovering task calls, waits: for one step, and no longer than its
+time-out.
 
-The store may be away: reading is tried again at a later ``tell``, after a pause that grows. Meanwhile what is held
-stays current by the pieces alone.
+While the store is away, reading is tried again at a later ``tell``, after a pause that grows. Meanwhile the pieces
+alone keep backups current.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Keeper:
         checkpoint: int,
         commits: Sequence[Commit],
     ) -> None:
-        """Said in each task: what this process is to hold of the stage, the newest checkpoint, and the commits up to
-        it (as many as are at hand). Cheap; what was said before is not queued again."""
+        """Each task says which slices of the stage this process is to hold, the newest checkpoint, and the commits up
+        to it that are at hand. This is cheap: what was said before is not queued again."""
         with self._lock:
             told = self._told.get(stage)
             if told is None:
@@ -144,7 +144,7 @@ class Keeper:
             self._start()
 
     def offer(self, stage: str, piece: bytes) -> None:
-        """A piece that arrived for a stage of which ``tell`` was called. Of another, nobody wants it."""
+        """Hand over a piece that arrived. It is dropped if ``tell`` was not called for its stage."""
         with self._lock:
             told = self._told.get(stage)
             if told is None:
@@ -154,8 +154,8 @@ class Keeper:
         self._start()
 
     def held(self, stage: str) -> tuple[int, frozenset[int]]:
-        """The newest checkpoint known and the slices that are, or soon will be, current at it, as of the last step.
-        Deltas that are still on their way are taken in by ``take``."""
+        """The newest known checkpoint, and the slices that are current at it or soon will be, as of the last step.
+        ``take`` takes in the deltas that are still on their way."""
         with self._lock:
             return self._held.get(stage, (0, frozenset()))
 
@@ -172,7 +172,7 @@ class Keeper:
 
     @contextlib.contextmanager
     def in_task(self) -> Iterator[None]:
-        """While a task runs nothing is read for new copies."""
+        """While a task runs, nothing is read for new copies."""
         self._in_task = True
         try:
             yield
@@ -182,8 +182,8 @@ class Keeper:
     def take(
         self, stage: str, slices: Collection[int], checkpoint: int, timeout_s: float = 5.0
     ) -> dict[int, list[pl.DataFrame]]:
-        """Frames of those slices that are current at the checkpoint, once all that is queued has been taken in. Never
-        raises; what is not there in time is not returned."""
+        """The frames of the slices that are current at the checkpoint, after everything queued has been taken in. Never
+        raises; slices that are not current in time are left out."""
         with self._lock:
             if stage not in self._told or self._closed:
                 return {}
@@ -192,18 +192,18 @@ class Keeper:
             deadline_s = self._clock() + timeout_s / 2
             future = self._pool.submit(self._take, stage, tuple(slices), checkpoint, deadline_s)
             return future.result(timeout_s)
-        except (Exception, CancelledError):  # too late, shut down, or a fault of ours: the durable store has it all
+        except (Exception, CancelledError):  # too late, shut down, or a defect here: the durable store has it all
             if future is not None:
                 future.cancel()
             return {}
 
     def problem(self) -> str | None:
-        """Why this container cannot hold what it should, in words: others had better."""
+        """Why this container cannot hold what it should, in words. Another container would be a better holder."""
         with self._lock:
             return self._problem
 
     def waits(self) -> str | None:
-        """What of the store cannot be read just now, in words. No other container would be better off for it."""
+        """Which backups wait for the store, and why, in words. Another container would have to wait as well."""
         with self._lock:
             return self._waits
 
@@ -214,7 +214,7 @@ class Keeper:
             return dict(self._stats)
 
     def close(self) -> None:
-        """No more steps; the files go. The pool is its owner's."""
+        """Do no more steps, and remove the files. The pool is left to its owner."""
         with self._lock:
             self._closed = True
             self._told.clear()
@@ -224,7 +224,7 @@ class Keeper:
                 spill.clear()
 
     def _start(self) -> None:
-        """Have a step done, unless one is waiting to be."""
+        """Queue a step, unless one is queued."""
         with self._lock:
             if self._stepping or self._closed:
                 return
@@ -251,7 +251,7 @@ class Keeper:
             self._start()
 
     def _drop_all(self, error: Exception) -> None:
-        """A fault of ours, or no memory. Backups are a cache: say so, and let the durable store do."""
+        """Drop all backups after a defect here, or without memory, and say so. The durable store has them all."""
         self._stages.clear()
         if self._spill is not None:
             self._spill.clear()
@@ -285,7 +285,7 @@ class Keeper:
         return kept.backups.take(slices, checkpoint)
 
     def _take_in(self) -> None:
-        """Everything that is queued."""
+        """Take in everything that is queued."""
         with self._lock:
             news = [(stage, told, told.hand_over()) for stage, told in self._told.items() if told.news]
         for stage, told, (want, checkpoint, commits, pieces) in news:
@@ -316,7 +316,7 @@ class Keeper:
         return _Stage(stage, backups)
 
     def _share(self, backups: Backups) -> int:
-        """What the other stages leave of the memory; a small part in any case, or the first would have it all."""
+        """The memory for one stage: what the other stages leave, and at least a quarter of an even share."""
         others = sum(kept.backups.nbytes for kept in self._stages.values() if kept.backups is not backups)
         return max(self._memory_max // (4 * len(self._stages)), self._memory_max - others)
 
@@ -328,8 +328,8 @@ class Keeper:
         kept.unsettled = True
 
     def _work_some(self) -> bool:
-        """Merge and spill a little, if that is due. True: there is more, and it comes before anything is read, or
-        there would be no limit to memory."""
+        """Merge and spill a little, if that is due. True: there is more. It comes before anything is read, for
+        otherwise memory would have no limit."""
         for kept in self._stages.values():
             if kept.unsettled:
                 kept.unsettled = kept.backups.work(self._budget.step_bytes)
@@ -342,7 +342,7 @@ class Keeper:
     # ---- reading the store -----------------------------------------------------------------------------------------
 
     def _read_one(self) -> bool:
-        """Read one file for the stage whose turn it is. True: there is more to do at once."""
+        """Read one file for the stage whose turn it is. True: there is more to read."""
         stages = list(self._stages.values())
         now = self._clock()
         if now < self._rest_until_s:
@@ -396,8 +396,8 @@ class Keeper:
         return True
 
     def _seed_some(self, kept: _Stage) -> None:
-        """Some slices more of the seed under way, or begin one. Not all of a large file: an epoch may wait for what is
-        held (``take``), and waits for the step that is being done."""
+        """Read some more slices of the current seed, or begin one. A step does not read all of a large file, for an
+        epoch that calls ``take`` waits for the step that is being done."""
         backups = kept.backups
         try:
             seed = kept.seeding
@@ -456,7 +456,7 @@ class Keeper:
         self._counts["store_errors"] += 1
 
     def _note(self) -> None:
-        """What tasks see of a step. Under the lock."""
+        """Publish what tasks see of a step. Call it with the lock held."""
         stages = list(self._stages.values())
         self._held = {kept.stage: (kept.checkpoint, kept.backups.within_reach(kept.checkpoint)) for kept in stages}
         self._given_up = {kept.stage: kept.backups.given_up for kept in stages}
@@ -474,7 +474,7 @@ class Keeper:
         }
 
     def _dues(self, kept: _Stage) -> Iterable[float]:
-        """When there will be something to do for a stage, other than what is told."""
+        """The times at which a stage has something to read, besides what ``tell`` brings."""
         if kept.missing:
             yield max(kept.resume_s, self._rest_until_s, min(kept.missing.values()) + self._budget.patience_s)
         if self._has_to_read(kept, float("-inf")):
@@ -485,7 +485,7 @@ class Keeper:
 
 
 class _Told:
-    """What a stage's tasks said and the next step will take in."""
+    """What the tasks of a stage said, and the next step takes in."""
 
     def __init__(self, key: tuple[str, ...], slices_total: int) -> None:
         self.key = key
@@ -536,10 +536,10 @@ class _Stage:
 
 
 class _Seed:
-    """Slices on their way from the durable checkpoint. Each file is read once for all of them.
+    """Slices that are being read from the durable checkpoint. Each file is read once for all of them.
 
-    Small slices travel in groups, and are told apart at the end: to merge each delta of each of hundreds of slices by
-    itself costs more than all their rows do.
+    Small slices are merged in groups, which are split into slices at the end: to merge each delta of hundreds of slices
+    by itself costs more than merging their rows.
     """
 
     def __init__(
@@ -565,12 +565,12 @@ class _Seed:
         self.group = {number: chosen[i - i % self.size] for i, number in enumerate(chosen)}
         """Slice -> the first of those that it travels with."""
         self.parts: dict[int, list[pl.DataFrame]] = {}
-        """Group -> what was read of it, in order, each part more than twice as large as the next: merging every delta
-        into all that came before it would take as long as there are deltas times the state."""
+        """Group -> the parts that were read, in order. Each part is more than twice as large as the next, so that a row
+        is merged a logarithmic number of times, not once for each delta."""
         self.opened: Opened | None = None
-        """The first of the files, if it has been read,"""
+        """The first of ``files``, if it has been read."""
         self.added: set[int] = set()
-        """and the slices that have been taken from it."""
+        """The slices that have been taken from ``opened``."""
 
     def open(self, opened: Opened) -> None:
         self.opened = opened
@@ -597,8 +597,7 @@ class _Seed:
             self.opened = None
 
     def finished(self, key: Sequence[str]) -> dict[int, list[pl.DataFrame]]:
-        """Of the groups that no file to come counts for the first few slices, with what was read of them. They
-        leave."""
+        """Remove and return the first few slices for which all files have been read, with what was read of them."""
         waiting = {self.group[number] for file in self.files for number in self.slices.intersection(file.slices)}
         done: dict[int, list[pl.DataFrame]] = {}
         rows = 0
@@ -617,12 +616,12 @@ class _Seed:
     def _apart(
         self, parts: list[pl.DataFrame], together: Sequence[int], key: Sequence[str]
     ) -> dict[int, list[pl.DataFrame]]:
-        """What a group came to, slice by slice. Rows of slices that are no longer wanted are left out."""
+        """The rows of a group, slice by slice. Rows of slices that are no longer wanted are left out."""
         if self.size == 1 or not parts:
             return {number: parts for number in together}
         whole = parts[0]
         if len(parts) > 1:
-            # All small ones together first: each merge into the large one copies all of it.
+            # The small parts are merged first, for each merge into the large one copies all of it.
             whole = merge_two(whole, merge_frames(parts[1:], key, drop_deleted=False), key, drop_deleted=True)
         whole, index = sort_by_slice(whole, self.slices_total)
         return {number: [whole.slice(*index[number])] if number in index else [] for number in together}
@@ -634,7 +633,7 @@ class _Seed:
         return found
 
     def only(self, want: Collection[int]) -> None:
-        """Slices that are no longer wanted are left out, and files of theirs alone are not read."""
+        """Leave out all slices but these, and do not read files that only other slices need."""
         self.slices.intersection_update(want)
         left = {self.group[number] for number in self.slices}
         for first in [first for first in self.parts if first not in left]:
@@ -650,7 +649,7 @@ class _Seed:
         return max(1, min(self.budget.step_slices, by_rows, by_bytes))
 
     def limit(self, bytes_max: int) -> None:
-        """What is half read must fit into memory: the last groups are put off to a seed of their own."""
+        """Leave out the last groups until what has been read fits into memory. A later seed reads them."""
         sizes = {first: sum(int(part.estimated_size()) for part in parts) for first, parts in self.parts.items()}
         total = sum(sizes.values())
         for first in sorted(sizes, reverse=True)[:-1]:

@@ -34,16 +34,16 @@ DEFAULTS = {
     # Where a stage task runs is our decision, not the shuffle's.
     "spark.shuffle.reduceLocality.enabled": "false",
     "spark.locality.wait": "10min",
-    # Who asks a dead executor for a block would else ask again for a quarter of a minute. Recovery is faster.
+    # Spark asks a dead executor for a block again for 15 s. Recovery is faster.
     "spark.shuffle.io.maxRetries": "2",
     "spark.shuffle.io.retryWait": "100ms",
-    # A connection that broke is an executor that is gone. Else a standalone master is given 5 s to say so first.
+    # An executor whose connection broke is gone. By default Spark waits 5 s for the master to say so.
     "spark.standalone.executorRemoveDelayOnDisconnection": "0s",
-    # An executor that is to go says so first, and is not just gone.
+    # An executor that is about to be taken away says so first.
     "spark.decommission.enabled": "true",
     "spark.shuffle.sort.bypassMergeThreshold": "1024",
     "spark.python.worker.reuse": "true",
-    # A killed task may need a moment to its end. A worker that is killed in the middle has lost its slices.
+    # A killed task gets this time to end by itself. A worker that is killed in the middle of a task loses its slices.
     "spark.python.task.killTimeout": "3s",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -53,7 +53,7 @@ DEFAULTS = {
     "spark.ui.retainedTasks": "200",
     "spark.sql.ui.retainedExecutions": "10",
     "spark.ui.liveUpdate.period": "10s",
-    # What an epoch leaves goes when it is done. A collection that is asked for stops the driver for 0.2 s.
+    # Shuffle files are removed epoch by epoch, so Spark need not collect garbage for them: that stops the driver 0.2 s.
     "spark.cleaner.periodicGC.interval": "10min",
     "spark.rdd.compress": "false",
     "spark.driver.host": "127.0.0.1",
@@ -71,8 +71,8 @@ LOCAL_JVM = (
     "-XX:MinHeapFreeRatio=10",
     "-XX:MaxHeapFreeRatio=30",
 )
-"""On one machine the JVMs share its cores with the Python workers, and move bytes for them. The optimising compiler and
-a concurrent collector take more of these cores, for minutes, than their work gives back."""
+"""On one machine the JVMs only move bytes for the Python workers, and share the cores with them. The optimising
+compiler and a concurrent collector would take more CPU, for minutes, than they save."""
 
 LOG4J = """\
 rootLogger.level = error
@@ -155,7 +155,7 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
 
 
 def _use_slots(settings: dict[str, str], master: str) -> Path:
-    """Have containers' processes outlive their connections. Returns the file that executors elsewhere need.
+    """Have the processes of containers outlive their connections. Returns the file that executors elsewhere need.
 
     Every Python worker of the application is then started by ``python -m penstock_slots``, so that file must be found
     before anything of ours is on a path. On this machine the path is told in the environment; an executor elsewhere
@@ -171,7 +171,7 @@ def _use_slots(settings: dict[str, str], master: str) -> Path:
 
 @functools.cache
 def _slots_file() -> Path:
-    """The daemon as a module of its own: as one of the package it would load all of that before it forks."""
+    """The daemon as a module of its own. As a module of the package it would load the package before it forks."""
     directory = Path(tempfile.mkdtemp(prefix="slots-", dir=place.place()))
     # The engine gives containers the driver's path for theirs.
     sys.path.append(str(directory))
@@ -186,8 +186,8 @@ def _quiet_logging() -> str:
 
 
 def ship_package(sc: SparkContext) -> None:
-    """Send this very package to the executors: they need no installation of it. It goes compiled, too: Python keeps
-    nothing that it compiles from an archive, and every container's process would do it anew."""
+    """Send this package to the executors, which need not have it installed. It is sent compiled: Python does not keep
+    what it compiles from an archive, so the process of each container would compile it again."""
     source = Path(__file__).resolve().parents[2]
     target = Path(tempfile.mkdtemp(prefix="ship-", dir=place.place())) / "penstock-shipped.zip"
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -199,14 +199,14 @@ def ship_package(sc: SparkContext) -> None:
 
 
 def _compiled(path: Path) -> bytes:
-    """A module as Python keeps it, in the form that is taken without a look at the source (PEP 552)."""
+    """A compiled module in the form that Python loads without comparing it with the source (PEP 552)."""
     code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)  # from its cache, if it is there
     unchecked = (1).to_bytes(4, "little")
     return MAGIC_NUMBER + unchecked + source_hash(path.read_bytes()) + marshal.dumps(code)
 
 
 def check_executors(sc: SparkContext, executors: int) -> None:
-    """Every executor must have our Python and package versions: say so at the start, not in the middle."""
+    """Check at the start that every executor has the driver's versions of Python and packages."""
     here = _describe()
     try:
         found = sc.parallelize(range(executors * 2), executors * 2).map(lambda _: json.dumps(_describe())).collect()

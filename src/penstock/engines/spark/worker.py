@@ -1,8 +1,8 @@
 """The Spark worker's side: what runs inside a dedicated Python worker process.
 
-Each slot (a container of a stage) has a worker process of its own, told apart by an environment variable. The process
-keeps its ``Worker``, and with it the slices, from one task to the next. What changes from epoch to epoch comes as a
-local property of the job; the closure never changes, so that it is pickled once.
+Each slot (a container of a stage) has a worker process of its own. An environment variable tells the slots apart. The
+process keeps its ``Worker``, and with it the slices, from one task to the next. What changes from epoch to epoch comes
+as a local property of the job. The closure never changes, so it is pickled once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _pack = Struct("!q").pack
 
 
 class JobSpec(msgspec.Struct):
-    """One job's worth of tasks: the spec they share, by stage, and what differs."""
+    """The tasks of one job: the spec that they share, by stage, and what differs between them."""
 
     mode: str
     specs: dict[str, TaskSpec]
@@ -68,7 +68,7 @@ def between_tasks() -> bool:
 
 
 class SlotTask:
-    """The function of one slot. Pickled once, small, constant."""
+    """The function of one slot. It is small and constant, and is pickled once."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class SlotTask:
 
     def worker(self) -> Worker:
         if self.run_id not in _workers:
-            for old in _workers.values():  # an older run's state is of no use
+            for old in _workers.values():  # state of an older run, which has ended
                 if old.keeper is not None:
                     old.keeper.close()
             _workers.clear()
@@ -127,7 +127,7 @@ class SlotTask:
             os.environ[slots.IDLE] = "0"
             return
         spec = msgspec.structs.replace(job.specs[self.stage], index=self.index)
-        # Elements of a placement RDD are empty; alone (a source) or zipped with blobs, they say nothing.
+        # Elements of a placement RDD are empty: they place the task, and carry nothing.
         blobs = [blob for blob in iterator if blob]
         worker = self.worker()
         if job.mode == "flush":

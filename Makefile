@@ -4,46 +4,54 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-setup
+DEV_STAMP := $(VENV)/.penstock-setup-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NAME ?= words
 ARGS ?=
 SEEDS ?= 1000
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup java demo test bench bench-page lint sim clean
+.PHONY: help setup setup-dev java demo test bench bench-page lint sim clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: java $(STAMP) ## the virtual environment in .venv, and Java where we may install it
+setup: java $(STAMP) ## what flows and the demonstration need: .venv, and Java where we may install it
+
+setup-dev: setup $(DEV_STAMP) ## and what the extras, tests and checks need
 
 java:
 	@scripts/java.sh
 
-$(STAMP): requirements.txt requirements-dev.txt pyproject.toml
+$(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Penstock needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) -V`: make setup PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setup: installing the pinned packages into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@$(PIP) -r requirements.txt -e .
+	@touch $@
+
+$(DEV_STAMP): $(STAMP) requirements-extras.txt requirements-dev.txt
+	@echo "setup: installing what the extras, tests and checks need into $(VENV)"
+	@$(PIP) -r requirements.txt -r requirements-extras.txt -r requirements-dev.txt
 	@$(BIN)/python -m penstock.engines.spark.archive
 	@touch $@
 
 demo: setup ## the demonstration: the top words of a sliding window, rescaled while you watch
 	@$(BIN)/penstock demo $(ARGS)
 
-test: setup ## the import contracts and every test
+test: setup-dev ## the import contracts and every test
 	@$(BIN)/lint-imports --no-cache
 	@PYTHON=$(BIN)/python scripts/test.sh $(ARGS)
 
-bench: setup ## a benchmark with its peers: make bench NAME=words ARGS="--quick"
+bench: setup-dev ## a benchmark with its peers: make bench NAME=words ARGS="--quick"
 	@$(BIN)/penstock bench $(NAME) $(ARGS)
 
-bench-page: setup ## docs/benchmarks.md from benchmarks/results/*.json
+bench-page: setup-dev ## docs/benchmarks.md from benchmarks/results/*.json
 	@$(BIN)/python -m benchmarks.pages
 
-lint: setup ## ruff, mypy and the import contracts
+lint: setup-dev ## ruff, mypy and the import contracts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

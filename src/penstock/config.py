@@ -280,8 +280,7 @@ class Config:
     """Whether other processes of the same user may ask and steer the job: ``penstock status``, ``scale``, ``stop``."""
 
     class_archive: bool = _setting(True, _flag())
-    """Whether the first driver on a machine leaves an archive of Spark's classes, with which later ones start faster.
-    """
+    """The first driver in local mode leaves an archive of Spark's classes, and later ones start faster with it."""
 
     policy: Literal["safe-rate", "target-latency", "ring"] | Policy | None = _setting(  # noqa: RUF009
         None, _policy("safe-rate", "target-latency", "ring")

@@ -1,11 +1,11 @@
 """The demonstration: the most frequent words of a sliding window, rescaled while it runs, and checked at the end.
 
-It is one real job on Spark, nothing is staged: a generated stream of words at a fixed rate, counted in hopping windows
-of event time, the top words of each window kept. Half-way through, the stage that counts gets twice the containers.
-With ``executors`` it runs on so many executors of a small cluster of its own on this machine: one of them leaves while
-it runs, and then another is asked for and comes, and slices move each time.
-When the time is up the job stops in good order, and everything it said is compared with a plain recount of the same
-words by polars, which shares no code with the engine. What was measured is printed, and drawn.
+It is one real job on Spark. A generated stream of words at a fixed rate is counted in hopping windows of event time,
+and the top words of each window are kept. Half-way through, the stage that counts gets twice the containers. With
+``executors`` the job runs on a small cluster of its own on this machine with that many executors: while it runs, one of
+them leaves, then another is asked for and comes, and slices move each time. When the time is up the job stops in good
+order, and its output is compared with a plain recount of the same words by polars, which shares no code with the
+engine. The figures are printed, and drawn if matplotlib is there.
 
 The result is also returned, and is what ``--json`` prints.
 """
@@ -16,7 +16,6 @@ import contextlib
 import datetime as dt
 import json
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,10 +35,12 @@ from rich.text import Text
 from penstock.config import Config
 from penstock.connectors import memory, words
 from penstock.connectors.generator import WordSource
+from penstock.connectors.scratch import open_scratch
 from penstock.connectors.sinks import MemorySink
 from penstock.control.routing import RoutingTable
 from penstock.engines.job import Job, start
 from penstock.errors import ConfigError, EngineError
+from penstock.extras import installed, need
 from penstock.flow import Flow
 from penstock.observe.live import UntilDone, await_start, bar, quiet_start, short, watch
 from penstock.observe.plot import plot_run
@@ -49,16 +50,16 @@ from penstock.operators.windows import hopping
 
 SECONDS = 25.0
 CLUSTER_SECONDS = 45.0
-"""With executors: a new one takes a while to start."""
+"""The length with executors, of which a new one takes a while to start."""
 SECONDS_MIN, SECONDS_MAX = 5.0, 3600.0
 RATE = 200_000.0
-"""Words a second. One core of a small laptop counts several times as many; Spark, Java and the view want a share."""
+"""Words a second. One core of a small laptop counts several times as many, Spark, Java and the view need a share."""
 CLUSTER_RATE = 100_000.0
-"""With executors: each is a Java of its own, on the same cores."""
+"""Words a second with executors, each of which is a JVM of its own on the same cores."""
 EXECUTORS_MIN, EXECUTORS_MAX = 2, 8
 EXECUTOR_MB = 1024
 LEAVE_AT, COME_AT = 0.2, 0.45
-"""When an executor is to leave, and when another is asked for: shares of the time."""
+"""When an executor is told to leave, and when another is asked for, as shares of the time."""
 EPOCH_ROWS = 1_000_000
 """An epoch takes all that has arrived, up to this: after a slow start the job catches up in large steps."""
 VOCABULARY = 20_000
@@ -72,16 +73,16 @@ STAGE = "counts"
 PLOT = Path("penstock-demo.svg")
 FIRST_MOMENT_S = 0.02
 RECOUNT_ROWS = 1_000_000
-"""Words that are counted again at a time: the check must not need more memory than the job did."""
+"""Words that the recount reads at a time, so that it needs no more memory than the job did."""
 
 
 # --- the flow -----------------------------------------------------------------------------------------------------
 
 
 class ArrivalClock:
-    """The source's clock. It shows the first moment only, until the workers are up; then it runs.
+    """The source's clock. It stands at the first moment until the workers are up, and then runs.
 
-    Without that, a slow start would pile up words that nobody was there to read, and the first half of the run would
+    A clock that ran from the beginning would pile up words during a slow start, and the first half of the run would
     show how the job catches up. The few words of the first moment are what the workers start with.
     """
 
@@ -128,7 +129,7 @@ def build_flow(source: WordSource, sink: MemorySink) -> Flow:
 
 @dataclass(frozen=True)
 class Act:
-    """Something that is done to the job when a share of the time has passed."""
+    """Something that is done to the job after a share of the time."""
 
     share: float
     what: str
@@ -136,15 +137,15 @@ class Act:
 
 
 Seen = tuple[float, Mapping[str, int]]
-"""When, in the seconds of the job's history, and how many slices each node had."""
+"""A time in the seconds of the job's history, and how many slices each node had then."""
 
 
 @dataclass
 class Director:
-    """Says what happens when: the acts, and the end when the time is up. Time counts from the first output.
+    """Carries out the acts, and stops the job when the time is up. Time counts from the first output.
 
-    It is the ``until_done`` of the view, so it is asked a few times a second and needs no thread of its own. Stopping
-    does: that waits for the epoch, and the view should go on meanwhile.
+    It is the ``until_done`` of the view, which calls it a few times a second, so it needs no thread of its own.
+    Stopping has one: it waits for the epoch, and the view goes on meanwhile.
     """
 
     job: Any
@@ -155,7 +156,7 @@ class Director:
     interrupted: threading.Event = field(default_factory=threading.Event)
     began: float | None = None
     done: list[tuple[float, str]] = field(default_factory=list)
-    """What was done, and when, in the seconds of the job's history."""
+    """The acts that were done, each with its time in the seconds of the job's history."""
     seen: list[Seen] = field(default_factory=list)
     """The nodes and their slices, whenever they changed."""
     _stopper: threading.Thread | None = None
@@ -196,7 +197,7 @@ class Director:
         self._stopper.start()
 
     def _stop_quietly(self) -> None:
-        # What ends the job with an error is raised by ``wait`` to the one who watches.
+        # An error that ends the job is raised by ``wait``, which the view calls.
         with contextlib.suppress(Exception):
             self.job.stop()
 
@@ -245,7 +246,9 @@ def run_demo(
     master = _master(master, executors)
     if rate is None:
         rate = RATE if executors is None else CLUSTER_RATE
-    target = plot if plot is not None else PLOT
+    if plot is not None:
+        need("matplotlib", "--plot")
+    target = plot or (PLOT if installed("matplotlib") else None)
     from penstock.cli import _standard_output
 
     console = Console(stderr=True) if view == "json" else Console()
@@ -280,7 +283,7 @@ def _run(
     master: str,
     executors: int | None,
     seconds: float,
-    target: Path,
+    target: Path | None,
     view: str,
     rate: float,
     seed: int,
@@ -290,13 +293,13 @@ def _run(
     sink = memory()
     flow = build_flow(word_source(rate, seed, clock), sink)
     interrupted = threading.Event()
-    # Our own directory, not one that the job makes: it goes even when a second Ctrl-C cuts everything short.
-    with tempfile.TemporaryDirectory(prefix="penstock-demo-", ignore_cleanup_errors=True) as scratch:
+    # A directory of the demonstration's own, for it goes even when a second Ctrl-C cuts everything short.
+    with open_scratch("demo") as scratch:
         settings = {
             "master": master,
             "instances": BEFORE if executors is None else None,
             "epoch_rows": EPOCH_ROWS,
-            "checkpoint": scratch,
+            "checkpoint": scratch.directory,
             "name": "demo",
         }
         config = Config.load(None, settings)
@@ -316,7 +319,7 @@ def _run(
     result = measured.result()
     if status.history:
         result |= verdict(word_source(rate, seed), status.rows, sink.frame())
-        result["plot"] = str(draw(status.history, target, result))
+        result["plot"] = str(draw(status.history, target, result)) if target is not None else None
     if view != "json":
         report(result, console)
     return result
@@ -366,14 +369,14 @@ def _rescale(job: Job, routings: list[RoutingTable]) -> None:
 # --- what came of it ----------------------------------------------------------------------------------------------
 
 WARM_UP_S = 3.0
-"""Figures start so long after the first output: before that, Java's compiler is still at work."""
+"""Figures leave out this time after the first output, in which Java's compiler is still at work."""
 POINTS = 20
-"""Rows of an epoch that stand for all of them when latencies are ranked."""
+"""Rows of each epoch, evenly spread, whose latencies stand for those of all its rows."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of the run, all from the job's own history and the source's clock."""
+    """The figures of the run, from the job's history and the source's clock."""
 
     status: JobStatus
     zero: float
@@ -440,7 +443,7 @@ class Measured:
         return float(median), float(last)
 
     def rescale(self) -> dict[str, Any] | None:
-        """At which epoch the stage got its new containers, what moved, and how long output paused for it."""
+        """The epoch at which the stage got its new containers, how many slices moved, and how long output paused."""
         history = self.status.history
         after = next((i for i, e in enumerate(history) if e.instances[STAGE] == AFTER), 0)
         if not after:
@@ -459,7 +462,8 @@ class Measured:
         }
 
     def executors(self) -> dict[str, Any] | None:
-        """Who left, who came, how many slices moved with them, and the longest time without output after that began."""
+        """Which executors left and came, the slices of each, and the longest time without output since the first
+        act."""
         if not self.done or max((len(slices) for _, slices in self.seen), default=0) < 2:
             return None
         history = self.status.history
@@ -476,7 +480,7 @@ class Measured:
 
 
 def changes(seen: Sequence[Seen]) -> list[tuple[float, str]]:
-    """What happened to nodes, from how many slices each had when: one was empty, went, came, got its first slices."""
+    """What happened to nodes, read from the slices of each over time: a node was emptied, left, came, or got slices."""
     found = []
     for (_, before), (at, after) in pairwise(seen):
         found += [(at, f"{name} has left") for name in before if name not in after]
@@ -490,7 +494,7 @@ def changes(seen: Sequence[Seen]) -> list[tuple[float, str]]:
 
 
 def recount(source: WordSource, rows: int, until: dt.datetime) -> pl.DataFrame:
-    """The top words of every window up to one, from the first ``rows`` words, without the engine."""
+    """The top words of every window that ends by ``until``, from the first ``rows`` words, without the engine."""
     panes: list[pl.DataFrame] = []
     for first in range(0, rows, RECOUNT_ROWS):
         frame = source.read("recount", {"first": first, "last": min(rows, first + RECOUNT_ROWS)}).frame
@@ -508,7 +512,7 @@ def recount(source: WordSource, rows: int, until: dt.datetime) -> pl.DataFrame:
 
 
 def verdict(source: WordSource, rows: int, output: pl.DataFrame) -> dict[str, Any]:
-    """Whether every window that was put out has exactly the words and counts of a recount, and the last one's words."""
+    """Whether every window in the output has exactly the words and counts of a recount, and the words of the last."""
     if not output.height:
         return {"windows": 0, "exact": None, "top": []}
     said = output.sort("window_end", "rank").select("window_end", "word", "n")
@@ -543,7 +547,7 @@ def _at(seen: Sequence[tuple[float, int]], at: float) -> int:
 
 
 def report(result: Mapping[str, Any], console: Console) -> None:
-    """What a person wants to know, at the end."""
+    """Print what a person wants to know at the end."""
     console.print()
     if result.get("top"):
         console.print(_top_table(result, console))
@@ -626,5 +630,5 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
                 else Text(f"WRONG: the {result['windows']} windows differ from a recount by polars", style="bold red")
             ),
         )
-    if result.get("plot"):
-        yield "plot", Text(result["plot"])
+    if "plot" in result:
+        yield "plot", Text(result["plot"] or "not drawn: pip install 'penstock[plots]' brings what draws it")

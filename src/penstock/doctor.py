@@ -1,8 +1,8 @@
-"""Is this machine ready? Every way in which a set-up goes wrong, found before Spark finds it in its own words.
+"""Checks whether this machine can run Spark, so that a problem is named before Spark fails in its own words.
 
-``run_checks`` looks at everything and is what ``penstock doctor`` prints. ``check_machine`` is the short form that the
-Spark engine calls when a job starts: only what would surely end it, with one line and one remedy. Checks take what they
-look at as arguments (environment, command runner), so tests show them machines that do not exist.
+``run_checks`` does all checks; ``penstock doctor`` prints them. ``check_machine`` is the short form that the Spark
+engine calls when a job starts: it does only the checks whose failure would surely end the job. Checks take what they
+look at as arguments (environment, command runner), so tests can show them machines that do not exist.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Check:
 
 
 Runner = Callable[[list[str]], tuple[int, str]]
-"""Runs a command; gives its exit code and everything it printed. Raises OSError when it cannot be started."""
+"""Runs a command and returns its exit code and everything it printed. Raises OSError if it cannot be started."""
 
 
 def _run(command: list[str]) -> tuple[int, str]:
@@ -79,7 +79,7 @@ def check_machine(master: str = "local[*]") -> None:
 
 
 def run_checks(master: str = "local[*]") -> list[Check]:
-    """All checks, in the order in which their problems would show."""
+    """All checks, in the order in which a job would meet their problems."""
     checks = [
         check_python(),
         check_java(),
@@ -119,12 +119,12 @@ def check_pyspark(version: str | None = None) -> Check:
 
 
 def check_private_parts() -> Check:
-    """The parts of PySpark that are not promised to us; the engine knows which it uses and looks at them itself."""
+    """The private parts of PySpark that the Spark engine uses. The engine knows them, and checks for them itself."""
     name = "PySpark internals"
     try:
         private = importlib.import_module("penstock.engines.spark.private")
     except ImportError as error:
-        # What is missing is PySpark or a part of it, and has its own line above.
+        # PySpark or a part of it is missing, which another check has reported.
         return Check(name, "warn", f"not checked: {_one_line(error)}", "Correct the other findings first.")
     problems: list[str] = list(private.self_check())
     if problems:
@@ -165,7 +165,7 @@ _ASK_PYTHON = (
 def check_executor_python(
     master: str = "local[*]", environ: Mapping[str, str] | None = None, run: Runner = _run
 ) -> Check:
-    """Executors must run the Python that the driver runs, or what is pickled here cannot be read there."""
+    """Executors must run the driver's Python, or they cannot read what the driver pickles."""
     name = "executor Python"
     chosen = (os.environ if environ is None else environ).get("PYSPARK_PYTHON")
     if not chosen:
@@ -277,7 +277,7 @@ def check_host_names(
     host: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Check:
-    """Spark asks for the address of its own host name when it starts, and its Python workers for that of localhost."""
+    """Spark looks up the address of its host name when it starts, and its Python workers that of localhost."""
     host = host or socket.gethostname()
     try:
         loopback = resolve("localhost")

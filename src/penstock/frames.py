@@ -1,8 +1,8 @@
-"""What is done to frames without the query engine.
+"""Operations on frames that do not start the query engine of polars.
 
-``select``, ``with_columns``, ``drop`` and ``filter`` each make a query, run it and collect it. That costs next to
-nothing for a million rows, and for the few of a small epoch it is most of the work. What needs no expression is done
-here, column by column; nothing is copied that polars would not copy.
+``select``, ``with_columns``, ``drop`` and ``filter`` each make a query, run it and collect the result. The fixed cost
+does not matter for a million rows, and is most of the work for the few rows of a small epoch. These functions work
+column by column, and copy nothing that polars would not copy.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 FEW_ROWS: Final = 1024
-"""Up to here the fixed price of a query is more than that of taking rows by number."""
+"""Up to this number of rows a query costs more than taking the rows by number."""
 
 
 def frame_of(columns: Sequence[pl.Series]) -> pl.DataFrame:
-    """Columns of one length as a frame. (``pl.DataFrame`` first finds out which of many things it was given.)"""
+    """Columns of one length as a frame. ``pl.DataFrame`` is slower, for it accepts many types and tells them apart."""
     return columns[0].to_frame().hstack(list(columns[1:])) if columns else pl.DataFrame()
 
 
@@ -52,13 +52,13 @@ def rows_where(frame: pl.DataFrame, mask: NDArray[np.bool_]) -> pl.DataFrame:
 
 
 def stacked(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """One below the other. A column that only some have, as with files of an older flow, is null in the others."""
+    """The frames one below the other. A column that a frame lacks, such as a file of an older flow, is null there."""
     same = all(frame.columns == frames[0].columns for frame in frames)
     return pl.concat(frames, how="vertical" if same else "diagonal")
 
 
 def sorted_by(frame: pl.DataFrame, name: str) -> pl.DataFrame:
-    """By a column of numbers without nulls; what is equal keeps its order."""
+    """The frame sorted by a column of numbers without nulls. Rows with equal values keep their order."""
     values = frame.get_column(name).to_numpy()
     if (values[1:] >= values[:-1]).all():
         return frame
@@ -67,7 +67,7 @@ def sorted_by(frame: pl.DataFrame, name: str) -> pl.DataFrame:
 
 
 def alike(left: pl.Series, right: pl.Series) -> NDArray[np.bool_]:
-    """Row by row; null equals null and NaN equals NaN."""
+    """For each row, whether the two values are equal. Null equals null, and NaN equals NaN."""
     nulls = left.null_count() or right.null_count()
     return (left.eq_missing(right) if nulls else left == right).to_numpy()
 

@@ -47,6 +47,7 @@ def test_without_java_there_is_none(environ: dict[str, str], tmp_path: Path) -> 
 def test_the_first_driver_leaves_one_and_later_ones_use_it(environ: dict[str, str]) -> None:
     path = archive_path(environ)
     assert path is not None
+    assert java_options(path, leave=False) == ([], []) and not path.parent.exists()
     driver, executors = java_options(path)
     assert driver[0] == f"-XX:ArchiveClassesAtExit={path}" and executors == []
     path.write_bytes(WHOLE)
@@ -62,8 +63,8 @@ def test_one_that_is_being_written_is_left_alone_and_one_that_never_was_finished
     path.parent.mkdir(parents=True)
     path.write_bytes(bytes(HEAD) + b"half of it")
     now = path.stat().st_mtime
-    assert java_options(path, now + 1) == ([], [])
-    assert java_options(path, now + WRITING_S + 1)[0][0].startswith("-XX:ArchiveClassesAtExit=")
+    assert java_options(path, now=now + 1) == ([], [])
+    assert java_options(path, now=now + WRITING_S + 1)[0][0].startswith("-XX:ArchiveClassesAtExit=")
 
 
 def test_archives_that_nobody_used_for_long_go(environ: dict[str, str]) -> None:

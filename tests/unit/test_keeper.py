@@ -21,7 +21,7 @@ import pytest
 import penstock as ps
 from penstock.connectors.spill import open_spill
 from penstock.engines import keeper as module
-from penstock.engines.keeper import ASIDE_MAX_S, REST_S, Keeper
+from penstock.engines.keeper import Budget, Keeper
 from penstock.engines.sim.schedule import Schedule, SimPool
 from penstock.engines.spark import worker
 from penstock.engines.spark.engine import SparkEngine, pickle_plan
@@ -30,13 +30,12 @@ from penstock.state import codec
 from penstock.state.backup import Commit, cut
 from penstock.state.checkpoint import DeltaFile, Manifest, merge_frames
 from penstock.state.hashing import hash_columns
-from penstock.state.slicemap import SliceMap
 from penstock.state.store import MemoryStore
 from penstock.state.table import DELETED, HASH
 from tests.unit.test_task import Rig
 
 SLICES = 4
-SLICEMAP = SliceMap(SLICES)
+BUDGET = Budget()
 ALL = frozenset(range(SLICES))
 KEYS = np.arange(200)
 HASHES = hash_columns(pl.DataFrame({"k": KEYS}), ["k"])
@@ -176,11 +175,8 @@ def test_a_job_that_has_just_begun_reads_nothing() -> None:
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, SLICES])
-def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once(
-    together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "GROUP_ROWS", together * len(KEYS) // SLICES)
-    job = Job()
+def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once(together: int) -> None:
+    job = Job(budget=Budget(step_rows=together * len(KEYS) // SLICES))
     names = [job.checkpoint(every(1)), job.checkpoint({5: None, 6: 2}), job.checkpoint({6: None, 5: 3})]
     job.tell()
     job.run()
@@ -191,8 +187,6 @@ def test_slices_that_are_not_held_are_seeded_and_each_file_is_read_once(
 
 def test_between_two_steps_of_a_seed_there_is_a_rest_as_long_as_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not longer, though, than a step may take that did not wait for the store."""
-    monkeypatch.setattr(module, "STEP_ROWS", 10)
-    monkeypatch.setattr(module, "GROUP_ROWS", 10)
     monkeypatch.setattr(codec, "BATCH_ROWS", 10)
     now, rests, takes = [0.0], [0.0], iter([0.1, 0.3, 0.1, 5.0])
 
@@ -200,7 +194,7 @@ def test_between_two_steps_of_a_seed_there_is_a_rest_as_long_as_a_step(monkeypat
         now[0] += seconds
         rests[-1] += seconds
 
-    job = Job(wait=wait)
+    job = Job(wait=wait, budget=Budget(step_rows=10))
     job.keeper._clock = lambda: now[0]
     some = module._Seed.add_some
 
@@ -214,12 +208,12 @@ def test_between_two_steps_of_a_seed_there_is_a_rest_as_long_as_a_step(monkeypat
     job.tell()
     job.run()
     assert job.held() == ALL
-    assert rests == pytest.approx([0.0, 0.1, module.IDLE_MAX_S, 0.1, module.IDLE_MAX_S], abs=1e-6)
+    assert rests == pytest.approx([0.0, 0.1, BUDGET.rest_s_max, 0.1, BUDGET.rest_s_max], abs=1e-6)
 
 
 def test_slices_that_travel_together_may_part_on_the_way() -> None:
     files = [DeltaFile(f"f{i}", "s", "delta", i, i + 1, tuple(ALL), 200, 100, "") for i in range(2)]
-    seed = module._Seed(2, ALL, files, {}, SLICEMAP, 10**9)
+    seed = module._Seed(2, ALL, files, {}, SLICES, 10**9, BUDGET)
     assert set(seed.group.values()) == {0}
 
     def opened(name: str, values: dict[int, int | None]) -> codec.Opened:
@@ -243,7 +237,6 @@ def test_slices_that_travel_together_may_part_on_the_way() -> None:
 def test_a_large_file_is_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch, memory_max: int, reads: int) -> None:
     """Each step takes as much as an epoch may wait for; what does not fit into memory is put off, and read again."""
     monkeypatch.setattr(codec, "BATCH_ROWS", 10)
-    monkeypatch.setattr(module, "STEP_ROWS", 10)
     taken: list[int] = []
     first = codec.Opened.first
 
@@ -253,7 +246,7 @@ def test_a_large_file_is_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch, m
         return found
 
     monkeypatch.setattr(codec.Opened, "first", chosen)
-    job = Job(memory_max=memory_max, spill=Disk)
+    job = Job(memory_max=memory_max, spill=Disk, budget=Budget(step_rows=10))
     name = job.checkpoint(every(1))
     job.tell()
     job.run()
@@ -263,9 +256,7 @@ def test_a_large_file_is_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch, m
 
 
 def test_slices_that_a_last_file_completes_are_not_made_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STEP_ROWS", 10)
-    monkeypatch.setattr(module, "GROUP_ROWS", 10)
-    job = Job()
+    job = Job(budget=Budget(step_rows=10))
     job.checkpoint(every(1))
     job.checkpoint({5: 2})
     made: list[int] = []
@@ -283,11 +274,9 @@ def test_slices_that_a_last_file_completes_are_not_made_all_at_once(monkeypatch:
     assert sum(made) == SLICES and max(made) == 1
 
 
-def test_while_a_task_runs_nothing_is_read_for_new_copies_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STEP_ROWS", 1)
-    monkeypatch.setattr(module, "GROUP_ROWS", 1)
+def test_while_a_task_runs_nothing_is_read_for_new_copies_but_not_for_ever() -> None:
     waits: list[float] = []
-    job = Job(wait=waits.append)
+    job = Job(wait=waits.append, budget=Budget(step_rows=1))
     job.checkpoint(every(1))
 
     def seeded() -> int:
@@ -295,16 +284,16 @@ def test_while_a_task_runs_nothing_is_read_for_new_copies_but_not_for_ever(monke
 
     job.tell()
     with job.keeper.in_task():
-        job.run(ASIDE_MAX_S / 2)
-        assert seeded() <= 1 and max(waits) <= module.WAIT_MAX_S, "a step at most was on its way"
-        job.run((SLICES + 1) * 2 * ASIDE_MAX_S)
+        job.run(BUDGET.rest_s_max)
+        assert seeded() <= 1 and max(waits) <= BUDGET.wait_s_max, "a step at most was on its way"
+        job.run((SLICES + 1) * 4 * BUDGET.rest_s_max)
         assert job.held() == ALL, "a task without an end does not keep a copy from being made"
     job.checkpoint(every(2))
     job.tell(frozenset())
     job.run()
     before = seeded()
     job.tell()
-    job.run(ASIDE_MAX_S)
+    job.run(2 * BUDGET.rest_s_max)
     assert seeded() == before + SLICES and job.taken() == job.truth, "between tasks it goes on at once"
 
 
@@ -313,10 +302,10 @@ def test_after_a_recovery_nothing_is_read_for_a_while_and_then_all_is() -> None:
     job.checkpoint(every(1))
     job.keeper.rest()
     job.tell()
-    job.run(REST_S / 2)
+    job.run(BUDGET.recovery_s / 2)
     job.tell()
     assert job.store.reads == [], "the epochs that run again come first"
-    job.run(REST_S)
+    job.run(BUDGET.recovery_s)
     job.tell()
     job.run()
     assert job.held() == ALL and job.taken() == job.truth
@@ -435,7 +424,7 @@ def test_a_piece_that_comes_late_is_waited_for_and_one_that_never_comes_is_read(
     assert job.taken() == job.truth and job.store.reads == []
     lost = job.checkpoint(every(2))
     job.tell()
-    job.run(module.PATIENCE_S + 1)
+    job.run(BUDGET.patience_s + 1)
     assert job.store.reads == []
     job.tell()
     job.run()
@@ -465,7 +454,7 @@ def test_a_file_that_was_merged_away_means_a_new_seed() -> None:
     job.store.delete(name)
     file = DeltaFile("base", "s", "base", 0, 1, tuple(ALL), 200, len(data), codec.checksum(data))
     job.manifests[1] = job.manifest = Manifest("j", "f", {}, epoch=1, files={"s": (file,)})
-    job.run(module.PATIENCE_S + 1)
+    job.run(BUDGET.patience_s + 1)
     job.tell()
     job.run()
     assert job.held() == ALL and job.taken() == job.truth
@@ -489,7 +478,7 @@ def test_the_store_away_is_tried_again_with_growing_pauses_and_pieces_still_coun
     assert job.keeper.problem() is None, "a store that is away makes no bad holder"
     assert set(job.keeper.take("s", ALL, job.manifest.epoch)) == {0, 1}
     job.store.away = False
-    job.run(module.PAUSE_MAX_S)
+    job.run(BUDGET.retry_s_max)
     job.tell()
     job.run()
     assert job.held() == ALL and job.taken() == job.truth
@@ -560,8 +549,8 @@ def test_a_limited_bandwidth_is_kept() -> None:
     job.tell()
     while not job.keeper.held("s")[1]:
         job.run(0.1)
-    assert job.schedule.now - began >= size / 1000 - module.BURST_S - 0.2
-    assert max(waited) <= module.WAIT_MAX_S
+    assert job.schedule.now - began >= size / 1000 - BUDGET.rest_s_max - 0.2
+    assert max(waited) <= BUDGET.wait_s_max
 
 
 class Disk(MemoryStore):
@@ -588,9 +577,8 @@ def test_what_does_not_fit_is_spilled_and_close_removes_it() -> None:
 def test_what_is_due_is_spilled_little_by_little_and_who_takes_waits_for_none_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "WORK_BYTES", 1)
     disk = Disk()
-    job = Job(memory_max=500, spill=lambda: disk)
+    job = Job(memory_max=500, spill=lambda: disk, budget=Budget(step_bytes=1))
     job.checkpoint(every(1))
     job.tell()
     spilled = []
@@ -743,7 +731,7 @@ def on_a_disk_that_breaks(root: str, how: str) -> None:
     problem = job.keeper.problem() or ""
     assert "local disk failed" in problem and os.strerror(BROKEN[how]) in problem, problem
     assert frozenset() < held < ALL, f"what fits into memory is held, no more: {held}"
-    assert os.listdir(spill.directory) == ["lock"], "half a file was left"
+    assert os.listdir(spill.directory) == [".lock"], "half a file was left"
     for value in range(2, 6):  # what is held comes forward as ever
         name = job.checkpoint({value: value})
         job.keeper.offer("s", job.pieces[name])

@@ -88,6 +88,15 @@ def test_a_job_without_end_is_stopped_and_goes_on_where_it_stopped(tmp_path: Pat
     assert frame.group_by("k").agg(pl.col("n").max())["n"].sum() == 10 * ends[1]
 
 
+def test_what_a_killed_driver_was_writing_is_removed_at_the_start(tmp_path: Path) -> None:
+    half = tmp_path / "state" / ".x.123.tmp"
+    half.parent.mkdir()
+    half.write_bytes(b"half")
+    job = start(counting(testing.rows(FRAME), ps.memory()), engine="local", config=ps.Config(checkpoint=str(tmp_path)))
+    job.wait()
+    assert not half.exists()
+
+
 def test_a_job_is_a_context_manager() -> None:
     flow = counting(ps.generator(lambda first, n, rng: pl.DataFrame({"k": ["a"] * n}), schema={"k": str}), ps.memory())
     with start(flow, engine="local", config=ps.Config(epoch_rows=10, instances=1)) as job:

@@ -14,7 +14,6 @@ from penstock.control.events import (
 )
 from penstock.control.records import NodeInfo
 from penstock.engines.spark import engine as module
-from penstock.engines.spark.admission import ALL, EVERY_S, HOLD_S_MAX, Admission, has_master
 from penstock.engines.spark.engine import DRIVER, SparkEngine
 from penstock.errors import ConfigError
 from penstock.plan import compile_flow
@@ -162,75 +161,6 @@ def test_who_lets_spark_decide_cannot_ask() -> None:
 )
 def test_executors_to_wait_for(master: str, cores_max: str | None, count: int) -> None:
     assert module._first_executors(master, cores_max) == count
-
-
-def admitted(engine: SparkEngine) -> None:
-    """Let executors in, if it is time; and wait until that is done."""
-    future = engine._admit()
-    if future is not None:
-        future.result(10)
-
-
-def test_replacements_wait_for_the_next_output() -> None:
-    door = Admission(100.0)
-    assert door.due(100.0, True) and not door.due(100.1, True), "once every few seconds"
-    door.output(7)
-    assert door.due(100.0 + EVERY_S, True)
-    door.lost(103.0)
-    assert not door.due(106.0, True), "the survivors are busy"
-    door.output(7)
-    assert not door.due(106.1, True), "that was out before the loss"
-    door.lost(106.2)
-    door.output(8)
-    assert door.due(106.3, True) and not door.due(106.4, True)
-
-
-def test_replacements_do_not_wait_for_ever_nor_when_nobody_is_left() -> None:
-    door = Admission(0.0)
-    door.lost(1.0)
-    assert not door.due(1.0 + HOLD_S_MAX - 0.1, True) and door.due(1.0 + HOLD_S_MAX, True)
-    door.lost(20.0)
-    assert door.due(20.1, False)
-
-
-def test_only_a_master_of_sparks_own_replaces_executors_by_itself() -> None:
-    assert has_master("local-cluster[2,1,1024]") and has_master("spark://host:7077")
-    assert not has_master("local[2]") and not has_master("yarn") and not has_master("k8s://https://host")
-
-
-def test_a_lost_executor_is_replaced_after_the_next_output() -> None:
-    jvm = FakeJvm(3, room=3)
-    engine, posted = engine_on(jvm)
-    engine.admission = Admission(0.0)
-    admitted(engine)
-    assert jvm.wanted == [ALL, 0], "for a moment as many as there is room for"
-    jvm.alive.remove("1")
-    assert engine._look() and names(posted[-1]) == ["0", "2"]
-    admitted(engine)
-    assert jvm.wanted == [ALL, 0]
-    engine.release(5)
-    admitted(engine)
-    assert jvm.wanted == [ALL, 0, ALL, 0] and len(jvm.alive) == 3
-    assert engine._look() and engine.request_nodes(1) and jvm.wanted[-2:] == [4, 0]
-    engine.release(6)
-    engine.admission = Admission(0.0)
-    admitted(engine)
-    assert jvm.wanted[-2:] == [4, 0], "those that were asked for are welcome later, too"
-
-
-def test_a_master_that_does_not_answer_ends_nothing() -> None:
-    jvm = FakeJvm(2, room=3)
-    engine, _ = engine_on(jvm)
-    engine.admission = Admission(0.0)
-    jvm.refuses = "no master"
-    admitted(engine)
-    engine.admission = Admission(0.0)
-    admitted(engine)
-    assert engine.notices == ["the cluster manager does not answer: no master"], "said once"
-    jvm.refuses = None
-    engine.admission = Admission(0.0)
-    admitted(engine)
-    assert len(jvm.alive) == 3
 
 
 def test_who_is_gone_is_told_without_listing_those_who_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

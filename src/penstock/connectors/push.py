@@ -20,9 +20,7 @@ import contextlib
 import inspect
 import itertools
 import json
-import shutil
 import socket as sockets
-import tempfile
 import threading
 import time
 from abc import abstractmethod
@@ -45,6 +43,7 @@ from penstock.connectors.base import (
 from penstock.connectors.files import Lines, _read_jsonl
 from penstock.connectors.retrying import RetryingStore
 from penstock.connectors.rows import SchemaSpec, clip, parsable, polars_schema, rows_frame, salvage
+from penstock.connectors.scratch import Scratch, open_scratch
 from penstock.connectors.spool import Bad, Batch, Spool, SpoolClosed, cut, decode_segment, folder_of
 from penstock.connectors.store import FsspecStore
 from penstock.errors import FlowError, SourceError
@@ -79,7 +78,7 @@ class PushSource(Source):
     def _reset(self) -> None:
         self._spool: Spool | None = None
         self._url = ""
-        self._temporary: str | None = None
+        self._temporary: Scratch | None = None
         self._closing = threading.Event()
         self.notices: list[str] = []
 
@@ -108,7 +107,8 @@ class PushSource(Source):
         self._reset()
         url, store = context.checkpoint, context.store
         if url is None:
-            url = self._temporary = tempfile.mkdtemp(prefix="penstock-spool-")
+            self._temporary = open_scratch("spool")
+            url = self._temporary.directory
             self.notices.append(
                 f"source '{context.source_id}' cannot be asked again, and there is no checkpoint directory: what is "
                 "not yet in the output is lost when the driver ends."
@@ -167,7 +167,7 @@ class PushSource(Source):
         if self._spool is not None:
             self._spool.close()
         if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.clear()
             self._temporary = None
 
     # ------------------------------------------------------------ worker side

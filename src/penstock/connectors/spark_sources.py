@@ -22,7 +22,6 @@ import os
 import pickle
 import re
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
@@ -43,6 +42,7 @@ from penstock.connectors.base import (
     Split,
 )
 from penstock.connectors.rows import clip, polars_schema, rows_frame, salvage
+from penstock.connectors.scratch import Scratch, open_scratch
 from penstock.connectors.spool import cut, folder_of
 from penstock.errors import FlowError, SourceError
 
@@ -372,7 +372,7 @@ class DataFrameSource(Source):
         self._trigger, self._options, self._unread_max = trigger, options, unread_max
         self._query: Any = None
         self._root = ""
-        self._temporary = False
+        self._temporary: Scratch | None = None
         self._closing = False
         self._planned = 0
         self._wake = threading.Condition()
@@ -391,8 +391,10 @@ class DataFrameSource(Source):
     # ------------------------------------------------------------ the query that spools
 
     def open(self, context: SourceContext) -> None:
-        self._temporary = context.checkpoint is None
-        base = context.checkpoint if context.checkpoint is not None else tempfile.mkdtemp(prefix="penstock-spool-")
+        base = context.checkpoint
+        if base is None:
+            self._temporary = open_scratch("spool")
+            base = self._temporary.directory
         base = base.removeprefix("file://")
         if "://" in base:
             raise SourceError(
@@ -525,8 +527,9 @@ class DataFrameSource(Source):
         if self._query is not None:
             self._query.stop()
             self._query = None
-        if self._temporary and self._root:
-            shutil.rmtree(os.path.dirname(os.path.dirname(self._root)), ignore_errors=True)
+        if self._temporary is not None:
+            self._temporary.clear()
+            self._temporary = None
 
     def describe(self) -> str:
         return "streaming DataFrame"

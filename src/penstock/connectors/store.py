@@ -127,8 +127,8 @@ class FsspecStore:
                 self._remote()[0].rm_file(self._remote_path(name))
 
     def remove_temporaries(self) -> int:
-        """Remove what killed writers left half-written. Only while no writer is at work: at a job's start, under its
-        lock."""
+        """Remove the half-written files of killed writers. Call this only while nobody writes: at a job's start, under
+        its lock. Returns how many there were."""
         with _explained(self.url):
             found = self._list_local("") if self.root is not None else self._list_remote("")
             left = [name for name in found if _is_temporary(name)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.connectors.retrying import RetryingStore
+from penstock.connectors.scratch import open_scratch
 from penstock.connectors.store import DirectoryLock, FsspecStore
 from penstock.control.controller import Controller
 from penstock.control.events import (
@@ -256,16 +255,20 @@ def start(
     else:
         if url is None:
             # Without a checkpoint directory the job still recovers from lost executors, but not from the driver's end.
-            url = tempfile.mkdtemp(prefix="penstock-")
-            cleanups.append(lambda: shutil.rmtree(str(url), ignore_errors=True))
+            scratch = open_scratch("job")
+            url = scratch.directory
+            cleanups.append(scratch.clear)
         elif "://" not in url:
             url = os.path.abspath(url)
         lock = DirectoryLock(url, job=config.name or flow.name, now_s=time.time())
         cleanups.append(lock.release)
         lock.keep(time.time)
         hooks["heartbeat"] = lock.check
+        files = FsspecStore(url)
+        if files.root is not None:
+            files.remove_temporaries()  # what a killed driver was writing
         retrying = RetryingStore(
-            FsspecStore(url),
+            files,
             retries=config.store_retries,
             timeout_s=config.store_timeout_s,
             away_s=config.store_away_s,

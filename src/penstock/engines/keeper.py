@@ -1,14 +1,14 @@
 """The background side of a worker process: keeps backups of peers' slices current, for all stages.
 
-A task's thread only tells and asks. ``tell`` says what to hold and which checkpoints are complete, ``offer`` hands over
-pieces that arrived; both put things into a queue. The work is done in *steps* on an executor with one thread: take in
-everything queued, come forward, then merge or spill a little of what is due, or else read at most one file from the
-durable store, then queue the next step. So a large seed never stands before a piece or a commit, and nothing here ever
-waits for anything but the store. Only ``take``, which a recovering task calls, waits: for one step, and for so long as
-it says.
+The thread of a task only tells and asks. ``tell`` says what to hold and which checkpoints are complete, and ``offer``
+hands over pieces that arrived; both put them into a queue. The work is done in *steps* on an executor with one thread.
+A step takes in everything that is queued, then merges or spills a little if that is due, or else reads at most one file
+from the durable store, then queues the next step. So a piece or a commit never waits for a large seed, and a step waits
+for nothing but the store. Only ``take``, which a recovering task calls, waits: for one step, and no longer than its
+time-out.
 
-The store may be away: reading is tried again at a later ``tell``, after a pause that grows. Meanwhile what is held
-stays current by the pieces alone.
+While the store is away, reading is tried again at a later ``tell``, after a pause that grows. Meanwhile the pieces
+alone keep backups current.
 """
 
 from __future__ import annotations
@@ -31,44 +31,47 @@ from penstock.state.codec import Opened, decode, select_slices, sort_by_slice
 from penstock.state.slicemap import SliceMap
 from penstock.state.store import Store
 
-PATIENCE_S: Final = 2.0
-"""A piece may arrive after its checkpoint is known to be complete: so long nothing is read in its place."""
-PAUSE_FIRST_S: Final = 0.5
-PAUSE_MAX_S: Final = 30.0
-WAIT_MAX_S: Final = 0.05
-"""The longest that a step holds up those behind it to keep to the bandwidth."""
-STEP_ROWS: Final = 2**15
-"""Taken from a file, or made a copy of, at a time, or a slice: some hundredths of a second, which a task may have to
-wait for."""
-STEP_SLICES: Final = 64
-"""No more than this either: each has a fixed price,"""
-STEP_GROUPS: Final = 16
-"""and more so each of those that are merged by themselves: a millisecond or two."""
-GROUP_ROWS: Final = 2**15
-"""Slices that come to no more than this are merged together."""
-GROUP_SHARE: Final = 64
-"""Nor may their files come to more than this part of the memory: in it they are several times as large."""
-WORK_BYTES: Final = 4 << 20
-"""Merged or spilled in a step: some hundredths of a second."""
-BURST_S: Final = 0.25
-"""So much of a second's bytes may be read at once after a rest."""
-IDLE_MAX_S: Final = 0.2
-"""After each step of a seed nothing is read for as long as it took: epochs that run meanwhile share the processors, and
-the interpreter, with it. No longer than this, though: a long step has waited for the store."""
-ASIDE_MAX_S: Final = 0.5
-"""Nor is anything read while a task runs in this process, whose every step would wait for one of a seed. A task that
-takes longer than this, or tasks with nothing in between, do not keep it from going on."""
-ASIDE_S: Final = 0.005
-"""How often it is looked whether the task is over."""
-REST_S: Final = 3.0
-"""After a recovery nothing is read for so long: the epochs that run again need the processors and the store more."""
-_SEEN_MAX: Final = 256
+
+@dataclass(frozen=True)
+class Budget:
+    """What the background work may take from the tasks of its process. Rows, slices and bytes are those of one step,
+    for a task may have to wait for the step that is being done."""
+
+    step_rows: int = 2**15
+    """Rows that one step reads or copies, and that a group of small slices has. 32,768 rows take about 30 ms."""
+    step_slices: int = 64
+    """Slices that one step reads, whatever their rows: each has a fixed cost. Of groups of slices, which are merged
+    one by one, a step takes a quarter of this number."""
+    step_bytes: int = 4 << 20
+    """Bytes that one step merges or spills. 4 MiB take about 30 ms. A larger file is a step of its own to read."""
+    group_share: int = 64
+    """The files of a group of small slices come to at most this part of the memory. In memory they are several times
+    as large."""
+    patience_s: float = 2.0
+    """A piece that did not arrive is read from the store this long after its checkpoint is known to be complete."""
+    retry_s: float = 0.5
+    """The pause after an error of the store. It doubles with every further error."""
+    retry_s_max: float = 30.0
+    """The longest pause after an error of the store."""
+    wait_s_max: float = 0.05
+    """The longest that the thread waits at a time, for what is queued behind waits with it. While a task runs the
+    thread looks ten times as often whether the task is over."""
+    rest_s_max: float = 0.25
+    """After a step of a seed nothing is read for as long as the step took, and for this long at most: tasks share the
+    interpreter with it. A running task holds up reading for twice this time. After a pause, the bytes of this time may
+    be read at once."""
+    recovery_s: float = 3.0
+    """After a recovery nothing is read for new copies for this long: the epochs that run again need the store more."""
+
+
+SEEN_MAX: Final = 256
+"""Epochs whose commits a stage remembers, to know which of those it is told are new."""
 
 
 class Keeper:
-    """One in a worker process. ``pool`` has one thread, and nothing else runs on it for long. ``bytes_s``: how much may
-    be read from the store in a second (0: no limit). ``wait``: how that thread waits; None: it does not, and goes on
-    at a later ``tell``."""
+    """One in a worker process. ``pool`` has one thread, and nothing else runs on it for long. ``bytes_s`` is the number
+    of bytes that may be read from the store in a second (0: no limit). ``wait`` is how that thread waits. None: it does
+    not wait, and goes on at a later ``tell``."""
 
     def __init__(
         self,
@@ -82,7 +85,9 @@ class Keeper:
         load_manifest: Callable[[int], Manifest],
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] | None = time.sleep,
+        budget: Budget | None = None,
     ) -> None:
+        self._budget = budget or Budget()
         self._job = job
         self._store = store
         self._memory_max = memory_max
@@ -91,7 +96,7 @@ class Keeper:
         self._load_manifest = load_manifest
         self._clock = clock
         self._wait = wait
-        self._rate = _Rate(bytes_s, clock)
+        self._rate = _Rate(bytes_s, self._budget.rest_s_max, clock)
         self._lock = threading.Lock()
         # Under the lock: what a task's thread and the pool's share.
         self._told: dict[str, _Told] = {}
@@ -126,8 +131,8 @@ class Keeper:
         checkpoint: int,
         commits: Sequence[Commit],
     ) -> None:
-        """Said in each task: what this process is to hold of the stage, the newest checkpoint, and the commits up to
-        it (as many as are at hand). Cheap; what was said before is not queued again."""
+        """Each task says which slices of the stage this process is to hold, the newest checkpoint, and the commits up
+        to it that are at hand. This is cheap: what was said before is not queued again."""
         with self._lock:
             told = self._told.get(stage)
             if told is None:
@@ -140,7 +145,7 @@ class Keeper:
             self._start()
 
     def offer(self, stage: str, piece: bytes) -> None:
-        """A piece that arrived for a stage of which ``tell`` was called. Of another, nobody wants it."""
+        """Hand over a piece that arrived. It is dropped if ``tell`` was not called for its stage."""
         with self._lock:
             told = self._told.get(stage)
             if told is None:
@@ -150,8 +155,8 @@ class Keeper:
         self._start()
 
     def held(self, stage: str) -> tuple[int, frozenset[int]]:
-        """The newest checkpoint known and the slices that are, or soon will be, current at it, as of the last step.
-        Deltas that are still on their way are taken in by ``take``."""
+        """The newest known checkpoint, and the slices that are current at it or soon will be, as of the last step.
+        ``take`` takes in the deltas that are still on their way."""
         with self._lock:
             return self._held.get(stage, (0, frozenset()))
 
@@ -160,14 +165,15 @@ class Keeper:
         with self._lock:
             return self._given_up.get(stage, frozenset())
 
-    def rest(self, seconds: float = REST_S) -> None:
-        """What is held is needed now, and what is to be read for new copies can wait a little."""
+    def rest(self, seconds: float | None = None) -> None:
+        """Read nothing for new copies for a while. None: as long as after a recovery."""
+        seconds = self._budget.recovery_s if seconds is None else seconds
         with self._lock:
             self._rest_until_s = max(self._rest_until_s, self._clock() + seconds)
 
     @contextlib.contextmanager
     def in_task(self) -> Iterator[None]:
-        """While a task runs nothing is read for new copies."""
+        """While a task runs, nothing is read for new copies."""
         self._in_task = True
         try:
             yield
@@ -177,8 +183,8 @@ class Keeper:
     def take(
         self, stage: str, slices: Collection[int], checkpoint: int, timeout_s: float = 5.0
     ) -> dict[int, list[pl.DataFrame]]:
-        """Frames of those slices that are current at the checkpoint, once all that is queued has been taken in. Never
-        raises; what is not there in time is not returned."""
+        """The frames of the slices that are current at the checkpoint, after everything queued has been taken in. Never
+        raises; slices that are not current in time are left out."""
         with self._lock:
             if stage not in self._told or self._closed:
                 return {}
@@ -187,18 +193,18 @@ class Keeper:
             deadline_s = self._clock() + timeout_s / 2
             future = self._pool.submit(self._take, stage, tuple(slices), checkpoint, deadline_s)
             return future.result(timeout_s)
-        except (Exception, CancelledError):  # too late, shut down, or a fault of ours: the durable store has it all
+        except (Exception, CancelledError):  # too late, shut down, or a defect here: the durable store has it all
             if future is not None:
                 future.cancel()
             return {}
 
     def problem(self) -> str | None:
-        """Why this container cannot hold what it should, in words: others had better."""
+        """Why this container cannot hold what it should, in words. Another container would be a better holder."""
         with self._lock:
             return self._problem
 
     def waits(self) -> str | None:
-        """What of the store cannot be read just now, in words. No other container would be better off for it."""
+        """Which backups wait for the store, and why, in words. Another container would have to wait as well."""
         with self._lock:
             return self._waits
 
@@ -209,7 +215,7 @@ class Keeper:
             return dict(self._stats)
 
     def close(self) -> None:
-        """No more steps; the files go. The pool is its owner's."""
+        """Do no more steps, and remove the files. The pool is left to its owner."""
         with self._lock:
             self._closed = True
             self._told.clear()
@@ -219,7 +225,7 @@ class Keeper:
                 spill.clear()
 
     def _start(self) -> None:
-        """Have a step done, unless one is waiting to be."""
+        """Queue a step, unless one is queued."""
         with self._lock:
             if self._stepping or self._closed:
                 return
@@ -246,7 +252,7 @@ class Keeper:
             self._start()
 
     def _drop_all(self, error: Exception) -> None:
-        """A fault of ours, or no memory. Backups are a cache: say so, and let the durable store do."""
+        """Drop all backups after a defect here, or without memory, and say so. The durable store has them all."""
         self._stages.clear()
         if self._spill is not None:
             self._spill.clear()
@@ -280,7 +286,7 @@ class Keeper:
         return kept.backups.take(slices, checkpoint)
 
     def _take_in(self) -> None:
-        """Everything that is queued."""
+        """Take in everything that is queued."""
         with self._lock:
             news = [(stage, told, told.hand_over()) for stage, told in self._told.items() if told.news]
         for stage, told, (want, checkpoint, commits, pieces) in news:
@@ -311,7 +317,7 @@ class Keeper:
         return _Stage(stage, backups)
 
     def _share(self, backups: Backups) -> int:
-        """What the other stages leave of the memory; a small part in any case, or the first would have it all."""
+        """The memory for one stage: what the other stages leave, and at least a quarter of an even share."""
         others = sum(kept.backups.nbytes for kept in self._stages.values() if kept.backups is not backups)
         return max(self._memory_max // (4 * len(self._stages)), self._memory_max - others)
 
@@ -323,11 +329,11 @@ class Keeper:
         kept.unsettled = True
 
     def _work_some(self) -> bool:
-        """Merge and spill a little, if that is due. True: there is more, and it comes before anything is read, or
-        there would be no limit to memory."""
+        """Merge and spill a little, if that is due. True: there is more. It comes before anything is read, for
+        otherwise memory would have no limit."""
         for kept in self._stages.values():
             if kept.unsettled:
-                kept.unsettled = kept.backups.work(WORK_BYTES)
+                kept.unsettled = kept.backups.work(self._budget.step_bytes)
                 break
         return self._unsettled()
 
@@ -337,7 +343,7 @@ class Keeper:
     # ---- reading the store -----------------------------------------------------------------------------------------
 
     def _read_one(self) -> bool:
-        """Read one file for the stage whose turn it is. True: there is more to do at once."""
+        """Read one file for the stage whose turn it is. True: there is more to read."""
         stages = list(self._stages.values())
         now = self._clock()
         if now < self._rest_until_s:
@@ -346,12 +352,12 @@ class Keeper:
         if not ready:
             return False
         pause_s = max(self._rate.pause_s(), self._idle_until_s - now)
-        if pause_s <= 0 and self._in_task and now < self._idle_until_s + ASIDE_MAX_S:
-            pause_s = ASIDE_S
+        if pause_s <= 0 and self._in_task and now < self._idle_until_s + 2 * self._budget.rest_s_max:
+            pause_s = self._budget.wait_s_max / 10
         if pause_s > 0:
             if self._wait is None:
                 return False
-            self._wait(min(pause_s, WAIT_MAX_S))
+            self._wait(min(pause_s, self._budget.wait_s_max))
             return True
         self._turn += 1
         kept = ready[self._turn % len(ready)]
@@ -361,12 +367,12 @@ class Keeper:
         else:
             self._seed_some(kept)
             done = self._clock()
-            self._idle_until_s = done + min(done - now, IDLE_MAX_S)
+            self._idle_until_s = done + min(done - now, self._budget.rest_s_max)
         return True
 
     def _late(self, kept: _Stage, now: float) -> str | None:
         """A missing file whose piece has had time enough to come."""
-        return next((name for name, since in kept.missing.items() if now >= since + PATIENCE_S), None)
+        return next((name for name, since in kept.missing.items() if now >= since + self._budget.patience_s), None)
 
     def _has_to_read(self, kept: _Stage, now: float) -> bool:
         if self._late(kept, now) is not None or kept.seeding is not None:
@@ -391,8 +397,8 @@ class Keeper:
         return True
 
     def _seed_some(self, kept: _Stage) -> None:
-        """Some slices more of the seed under way, or begin one. Not all of a large file: an epoch may wait for what is
-        held (``take``), and waits for the step that is being done."""
+        """Read some more slices of the current seed, or begin one. A step does not read all of a large file, for an
+        epoch that calls ``take`` waits for the step that is being done."""
         backups = kept.backups
         try:
             seed = kept.seeding
@@ -404,7 +410,7 @@ class Keeper:
                     data = self._read(file.name)
                     check_file(file, data, file.name)
                     seed.open(Opened(data, file.name))
-                    if len(data) > WORK_BYTES:
+                    if len(data) > self._budget.step_bytes:
                         return
                 seed.add_some(backups.key)
         except Exception as error:
@@ -432,7 +438,9 @@ class Keeper:
         manifest = self._load_manifest(checkpoint)
         progress = {source: read["offset"] for source, read in manifest.sources.items()}
         files = manifest.files_for(kept.stage, slices)
-        kept.seeding = _Seed(checkpoint, slices, files, progress, kept.backups.slicemap, kept.backups.memory_max)
+        kept.seeding = _Seed(
+            checkpoint, slices, files, progress, kept.backups.slicemap, kept.backups.memory_max, self._budget
+        )
         kept.backups.pinned = checkpoint
         return kept.seeding
 
@@ -443,13 +451,13 @@ class Keeper:
         return data
 
     def _failed(self, kept: _Stage, error: Exception) -> None:
-        kept.pause_s = min(PAUSE_MAX_S, max(PAUSE_FIRST_S, 2 * kept.pause_s))
+        kept.pause_s = min(self._budget.retry_s_max, max(self._budget.retry_s, 2 * kept.pause_s))
         kept.resume_s = self._clock() + kept.pause_s
         kept.waits = f"backups of stage '{kept.stage}' wait for the checkpoint store: {error}"
         self._counts["store_errors"] += 1
 
     def _note(self) -> None:
-        """What tasks see of a step. Under the lock."""
+        """Publish what tasks see of a step. Call it with the lock held."""
         stages = list(self._stages.values())
         self._held = {kept.stage: (kept.checkpoint, kept.backups.within_reach(kept.checkpoint)) for kept in stages}
         self._given_up = {kept.stage: kept.backups.given_up for kept in stages}
@@ -467,9 +475,9 @@ class Keeper:
         }
 
     def _dues(self, kept: _Stage) -> Iterable[float]:
-        """When there will be something to do for a stage, other than what is told."""
+        """The times at which a stage has something to read, besides what ``tell`` brings."""
         if kept.missing:
-            yield max(kept.resume_s, self._rest_until_s, min(kept.missing.values()) + PATIENCE_S)
+            yield max(kept.resume_s, self._rest_until_s, min(kept.missing.values()) + self._budget.patience_s)
         if self._has_to_read(kept, float("-inf")):
             yield max(kept.resume_s, self._rest_until_s)
 
@@ -478,7 +486,7 @@ class Keeper:
 
 
 class _Told:
-    """What a stage's tasks said and the next step will take in."""
+    """What the tasks of a stage said, and the next step takes in."""
 
     def __init__(self, key: tuple[str, ...], slicemap: SliceMap) -> None:
         self.key = key
@@ -498,7 +506,7 @@ class _Told:
         self.checkpoint = max(checkpoint, self.checkpoint)
         self.commits.extend(fresh)
         self._seen.update((commit.epoch, None) for commit in fresh)
-        for epoch in sorted(self._seen)[:-_SEEN_MAX]:
+        for epoch in sorted(self._seen)[:-SEEN_MAX]:
             del self._seen[epoch]
         self.news = True
 
@@ -529,10 +537,10 @@ class _Stage:
 
 
 class _Seed:
-    """Slices on their way from the durable checkpoint. Each file is read once for all of them.
+    """Slices that are being read from the durable checkpoint. Each file is read once for all of them.
 
-    Small slices travel in groups, and are told apart at the end: to merge each delta of each of hundreds of slices by
-    itself costs more than all their rows do.
+    Small slices are merged in groups, which are split into slices at the end: to merge each delta of hundreds of slices
+    by itself costs more than merging their rows.
     """
 
     def __init__(
@@ -543,7 +551,9 @@ class _Seed:
         progress: Mapping[str, Any],
         slicemap: SliceMap,
         bytes_max: int,
+        budget: Budget,
     ) -> None:
+        self.budget = budget
         self.checkpoint = checkpoint
         self.slices = set(slices)
         self.files = list(files)
@@ -551,17 +561,17 @@ class _Seed:
         self.progress = progress
         """source -> how far it had been read at the checkpoint"""
         self.slicemap = slicemap
-        self.size = _group_size(files, bytes_max)
+        self.size = self._group_size(bytes_max)
         chosen = sorted(slices)
         self.group = {number: chosen[i - i % self.size] for i, number in enumerate(chosen)}
         """Slice -> the first of those that it travels with."""
         self.parts: dict[int, list[pl.DataFrame]] = {}
-        """Group -> what was read of it, in order, each part more than twice as large as the next: merging every delta
-        into all that came before it would take as long as there are deltas times the state."""
+        """Group -> the parts that were read, in order. Each part is more than twice as large as the next, so that a row
+        is merged a logarithmic number of times, not once for each delta."""
         self.opened: Opened | None = None
-        """The first of the files, if it has been read,"""
+        """The first of ``files``, if it has been read."""
         self.added: set[int] = set()
-        """and the slices that have been taken from it."""
+        """The slices that have been taken from ``opened``."""
 
     def open(self, opened: Opened) -> None:
         self.opened = opened
@@ -570,8 +580,8 @@ class _Seed:
     def add_some(self, key: Sequence[str]) -> None:
         assert self.opened is not None
         left = self.slices.intersection(self.files[0].slices) - self.added
-        groups = self._grouped(self.opened.first(left, STEP_ROWS)[:STEP_SLICES])
-        groups = dict(itertools.islice(groups.items(), STEP_GROUPS))
+        groups = self._grouped(self.opened.first(left, self.budget.step_rows)[: self.budget.step_slices])
+        groups = dict(itertools.islice(groups.items(), max(1, self.budget.step_slices // 4)))
         some = list(itertools.chain.from_iterable(groups.values()))
         meta, frame = self.opened.read(some)
         for first, together in groups.items():
@@ -588,8 +598,7 @@ class _Seed:
             self.opened = None
 
     def finished(self, key: Sequence[str]) -> dict[int, list[pl.DataFrame]]:
-        """Of the groups that no file to come counts for the first few slices, with what was read of them. They
-        leave."""
+        """Remove and return the first few slices for which all files have been read, with what was read of them."""
         waiting = {self.group[number] for file in self.files for number in self.slices.intersection(file.slices)}
         done: dict[int, list[pl.DataFrame]] = {}
         rows = 0
@@ -598,7 +607,7 @@ class _Seed:
                 continue
             parts = self.parts.get(first, [])
             rows += sum(part.height for part in parts)
-            if done and (rows > STEP_ROWS or len(done) + len(together) > STEP_SLICES):
+            if done and (rows > self.budget.step_rows or len(done) + len(together) > self.budget.step_slices):
                 break
             self.parts.pop(first, None)
             done |= self._apart(parts, together, key)
@@ -608,12 +617,12 @@ class _Seed:
     def _apart(
         self, parts: list[pl.DataFrame], together: Sequence[int], key: Sequence[str]
     ) -> dict[int, list[pl.DataFrame]]:
-        """What a group came to, slice by slice. Rows of slices that are no longer wanted are left out."""
+        """The rows of a group, slice by slice. Rows of slices that are no longer wanted are left out."""
         if self.size == 1 or not parts:
             return {number: parts for number in together}
         whole = parts[0]
         if len(parts) > 1:
-            # All small ones together first: each merge into the large one copies all of it.
+            # The small parts are merged first, for each merge into the large one copies all of it.
             whole = merge_two(whole, merge_frames(parts[1:], key, drop_deleted=False), key, drop_deleted=True)
         whole, index = sort_by_slice(whole, self.slicemap)
         return {number: [whole.slice(*index[number])] if number in index else [] for number in together}
@@ -625,15 +634,23 @@ class _Seed:
         return found
 
     def only(self, want: Collection[int]) -> None:
-        """Slices that are no longer wanted are left out, and files of theirs alone are not read."""
+        """Leave out all slices but these, and do not read files that only other slices need."""
         self.slices.intersection_update(want)
         left = {self.group[number] for number in self.slices}
         for first in [first for first in self.parts if first not in left]:
             del self.parts[first]
         self.files = [file for file in self.files if self.slices.intersection(file.slices)]
 
+    def _group_size(self, bytes_max: int) -> int:
+        """How many slices travel together: so few that a group is soon merged, and is a small part of memory."""
+        rows = max((file.rows // file.slices_written for file in self.files), default=0)
+        read = sum(file.bytes // file.slices_written for file in self.files)
+        by_rows = self.budget.step_rows // max(1, rows)
+        by_bytes = bytes_max // (self.budget.group_share * max(1, read))
+        return max(1, min(self.budget.step_slices, by_rows, by_bytes))
+
     def limit(self, bytes_max: int) -> None:
-        """What is half read must fit into memory: the last groups are put off to a seed of their own."""
+        """Leave out the last groups until what has been read fits into memory. A later seed reads them."""
         sizes = {first: sum(int(part.estimated_size()) for part in parts) for first, parts in self.parts.items()}
         total = sum(sizes.values())
         for first in sorted(sizes, reverse=True)[:-1]:
@@ -643,28 +660,22 @@ class _Seed:
             self.only({earlier for earlier in self.slices if self.group[earlier] < first})
 
 
-def _group_size(files: Sequence[DeltaFile], bytes_max: int) -> int:
-    """So many slices go together: what they come to is soon merged, and is a small part of the memory."""
-    rows = max((file.rows // file.slices_written for file in files), default=0)
-    read = sum(file.bytes // file.slices_written for file in files)
-    return max(1, min(STEP_SLICES, GROUP_ROWS // max(1, rows), bytes_max // (GROUP_SHARE * max(1, read))))
-
-
 class _Rate:
-    """So many bytes in a second, and after a rest a little more at once."""
+    """Limits reading to ``bytes_s`` bytes in a second. After a pause, the bytes of ``burst_s`` may be read at once."""
 
-    def __init__(self, bytes_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, bytes_s: float, burst_s: float, clock: Callable[[], float]) -> None:
         self._bytes_s = bytes_s
+        self._burst_s = burst_s
         self._clock = clock
         self._free_s = float("-inf")
-        """From when on the next byte may be read."""
+        """The time from which on the next byte may be read."""
 
     def used(self, count: int) -> None:
         if self._bytes_s > 0:
-            self._free_s = max(self._free_s, self._clock() - BURST_S) + count / self._bytes_s
+            self._free_s = max(self._free_s, self._clock() - self._burst_s) + count / self._bytes_s
 
     def pause_s(self) -> float:
         return max(0.0, self._free_s - self._clock()) if self._bytes_s > 0 else 0.0
 
 
-__all__ = ["Keeper"]
+__all__ = ["Budget", "Keeper"]

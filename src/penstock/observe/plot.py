@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
+from penstock.extras import need
 from penstock.observe.live import rate_series, short
 from penstock.observe.status import EpochStatus
 
@@ -176,6 +177,7 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _figure(title: str, width: float, height: float) -> Figure:
+    need("matplotlib", "drawing a picture")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained", facecolor="white")

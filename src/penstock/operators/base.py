@@ -29,7 +29,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -174,10 +174,6 @@ class KeyedOperator(ABC):
 
     def describe(self) -> str:
         return type(self).__name__.lower()
-
-
-class HasSchema(Protocol):
-    schema: pl.Schema
 
 
 def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:

@@ -18,6 +18,7 @@ epochs and partial results, nor on whether a state was stored and read again in 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from bisect import bisect_right
@@ -25,11 +26,11 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-import datasketches
 import msgspec
 import numpy as np
 import polars as pl
 
+from penstock.extras import need
 from penstock.operators.accumulators import Kept, Objects, as_lists, one_nan
 from penstock.operators.base import one_zero
 from penstock.state.hashing import hash_columns
@@ -196,12 +197,17 @@ class Distinct(Objects):
         return pl.Series([len(s or ()) for s in states], dtype=pl.Int64)
 
 
+@functools.cache
+def _datasketches() -> Any:
+    return need("datasketches", "approx_distinct")
+
+
 class _HllCodec:
     def encode(self, value: Any) -> bytes:
         return bytes(value.serialize_compact())
 
     def decode(self, data: bytes) -> Any:
-        return datasketches.hll_sketch.deserialize(data)
+        return _datasketches().hll_sketch.deserialize(data)
 
 
 class ApproxDistinct(Objects):
@@ -211,6 +217,7 @@ class ApproxDistinct(Objects):
 
     def __init__(self, name: str, x: pl.Expr, error: float) -> None:
         super().__init__(name, pl.Int64(), associative=True)
+        _datasketches()  # a flow that cannot run is refused while it is written
         # The standard error of an estimate from m registers is 1.04 / sqrt(m).
         self.lg_k = min(21, max(4, math.ceil(math.log2((1.04 / error) ** 2))))
 
@@ -232,7 +239,7 @@ class ApproxDistinct(Objects):
         return [pl.col(self.column)]
 
     def fresh(self) -> Any:
-        return datasketches.hll_sketch(self.lg_k, datasketches.tgt_hll_type.HLL_8)
+        return _datasketches().hll_sketch(self.lg_k, _datasketches().tgt_hll_type.HLL_8)
 
     def extend(self, state: Any, values: list[int]) -> Any:
         update = state.update
@@ -247,10 +254,10 @@ class ApproxDistinct(Objects):
         return self._union([state, other])
 
     def _union(self, sketches: Sequence[Any]) -> Any:
-        union = datasketches.hll_union(self.lg_k)
+        union = _datasketches().hll_union(self.lg_k)
         for sketch in sketches:
             union.update(sketch)
-        return union.get_result(datasketches.tgt_hll_type.HLL_8)
+        return union.get_result(_datasketches().tgt_hll_type.HLL_8)
 
     def copy(self, state: Any) -> Any:
         return self.codec.decode(self.codec.encode(state))
@@ -264,7 +271,7 @@ class ApproxDistinct(Objects):
     def _estimate(self, sketch: Any) -> int:
         if sketch is None:
             return 0
-        union = datasketches.hll_union(self.lg_k)
+        union = _datasketches().hll_union(self.lg_k)
         union.update(sketch)
         union.update(sketch)  # changes nothing but the estimator: from now on by registers alone
         return round(union.get_estimate())

@@ -1,12 +1,12 @@
-"""An archive of Spark's classes that every JVM on this machine maps instead of loading them anew.
+"""An archive of Spark's classes that the JVMs on this machine map instead of loading each class anew.
 
-A JVM of Spark's finds some ten thousand classes in three hundred files, checks and links them: five seconds of a core
-for an executor, ten for a driver, and twice as long by the clock where there are few cores. Java can write down what a
-JVM has loaded when it ends (JEP 350), for others to map. The first driver on a machine does that, in a directory of the
-user's own; those that come later use it, and so do their executors on this machine. An archive that does not fit, of
-another Java or with other files, is not used by Java, so that it can never do harm.
+A JVM of Spark's finds, checks and links some ten thousand classes in three hundred files, one after the other: five
+seconds of CPU for an executor, ten for a driver. Java can write the classes that a JVM has loaded to an archive when
+the JVM ends (JEP 350), and other JVMs can map it. The first driver of a user in local mode leaves such an archive in
+the user's cache directory; later drivers use it, and so do their executors on this machine. Java does not use an
+archive of another Java or of other files, so an outdated one does no harm.
 
-``python -m penstock.engines.spark.archive`` makes it at once; ``make setup`` does.
+``python -m penstock.engines.spark.archive`` makes the archive at once, for ``make test``, which starts Spark often.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FORGET_S = 30 * 86_400.0
-"""An archive that nobody used for so long goes when another is made: Java or Spark has been replaced since."""
+"""An archive that nobody has used for this long is removed when another is made: Java or Spark has been replaced."""
 WRITING_S = 120.0
-"""So long at most an archive is being written. It has no head until it is whole."""
+"""Writing an archive takes at most this long. Java writes its first bytes last."""
 HEAD = 4
+"""Bytes at the start of a file that are not all zero in a whole archive."""
 
 QUIET = "-Xlog:cds=off,cds+dynamic=off"
-"""Java would tell on every start of classes, or archives, that it leaves out."""
+"""Without this Java prints on every start which classes, or which archive, it leaves out."""
 
 
 def archive_path(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Where the archive for this Java and this Spark is, or belongs; None where there can be none."""
+    """The path of the archive for this Java and this Spark, whether it is there or not. None: Java or Spark is not
+    found."""
     environ = os.environ if environ is None else environ
     import pyspark
 
@@ -51,8 +53,9 @@ def archive_path(environ: Mapping[str, str] | None = None) -> Path | None:
     return Path(root) / "penstock" / name
 
 
-def java_options(path: Path | None, now: float | None = None) -> tuple[list[str], list[str]]:
-    """For the driver's JVM, and for executors on this machine: use the archive, or have the driver leave one."""
+def java_options(path: Path | None, leave: bool = True, now: float | None = None) -> tuple[list[str], list[str]]:
+    """Options for the driver's JVM and for executors on this machine: use the archive if it is there. If it is not,
+    and with ``leave``, the driver writes it at its end."""
     if path is None:
         return [], []
     now = time.time() if now is None else now
@@ -70,25 +73,27 @@ def java_options(path: Path | None, now: float | None = None) -> tuple[list[str]
         pass
     except OSError:
         return [], []
+    if not leave:
+        return [], []
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         for old in path.parent.glob("spark-*.jsa"):
             if now - old.stat().st_mtime > FORGET_S:
                 old.unlink()
     except OSError:
-        return [], []  # nobody needs it
+        return [], []  # Spark starts without it, only slower
     if " " in str(path) or not os.access(path.parent, os.W_OK):
         return [], []  # options are separated by spaces
     return [f"-XX:ArchiveClassesAtExit={path}", QUIET], []
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make the archive, if there is none: a small job as others will be, whose JVM writes it when the process ends."""
+    """Make the archive, if there is none: a process runs a small job, and its JVM writes the archive at its end."""
     if arguments:
         from penstock.config import Config
         from penstock.engines.spark.session import open_session
 
-        session, _, _ = open_session(Config(master="local-cluster[1,1,1024]"), "archive")
+        session, _, _ = open_session(Config(master="local[1]"), "archive")
         session.sparkContext.parallelize(range(2), 2).map(str).collect()
         session.stop()
         return
@@ -96,7 +101,7 @@ def main(arguments: Sequence[str]) -> None:
     driver, executors = java_options(path)
     if executors or not driver:
         return
-    print("setup: an archive of Spark's classes, so that Spark starts faster (once, half a minute)", flush=True)
+    print("setup: writing an archive of Spark's classes, for the tests (once, half a minute)", flush=True)
     done = subprocess.run([sys.executable, "-m", __spec__.name, "job"], capture_output=True, text=True, check=False)
     until = time.monotonic() + WRITING_S
     while done.returncode == 0 and time.monotonic() < until:

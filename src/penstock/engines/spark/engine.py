@@ -44,7 +44,6 @@ from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.merging import MergeAside, Merging
 from penstock.engines.protocol import Post
 from penstock.engines.spark import private
-from penstock.engines.spark.admission import ALL, Admission, has_master
 from penstock.engines.spark.session import check_executors, is_local, open_session, ship_package, single_machine
 from penstock.engines.spark.worker import SLOT, JobSpec, KeepSettings, ReportsParam, SlotTask
 from penstock.engines.task import Worker
@@ -58,15 +57,15 @@ DRIVER = "driver"
 EXECUTORS_WAIT_S = 60.0
 WATCH_S = 0.05
 START_S = 120.0
-"""A process that is being started may take so long before it counts as hung."""
+"""A process that is being started counts as hung only after this time."""
 GRANT_S = 30.0
-"""Executors that were asked for and have not come by then are worth a word. They are still welcome."""
+"""The user is told of executors that were asked for and have not come within this time. They may still come."""
 QUIET_S = 10.0
-"""So long, at the end, what is left of attempts that were given up is cancelled again."""
+"""At the end, jobs of attempts that were given up are cancelled again and again for this time at most."""
 PLACEMENTS_MAX = 256
-"""Sets of nodes that are remembered: a job that changes its shape makes others."""
+"""Placement RDDs that are remembered. A job that changes its shape makes new ones."""
 LOSS_NOTICED_S = 0.5
-"""What fails because of a dead executor may fail so much before Spark tells of its death."""
+"""A task may fail this long before Spark notices that the executor it failed on, or read from, is dead."""
 ONE_THREAD = {
     name: "1"
     for name in (
@@ -78,7 +77,7 @@ ONE_THREAD = {
     )
 }
 KEEP_MEMORY = {
-    # Every epoch needs about the memory of the one before: giving it back in between costs a page fault for each page.
+    # Every epoch needs about the memory of the one before. To give it back in between costs a page fault for each page.
     "_RJEM_MALLOC_CONF": "dirty_decay_ms:1000,muzzy_decay_ms:1000",
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
@@ -89,7 +88,7 @@ _decode_report = msgspec.msgpack.Decoder(TaskReport).decode
 
 @dataclass(frozen=True)
 class Output:
-    """What a stage of an epoch left in the shuffle."""
+    """The shuffle output of a stage in one epoch."""
 
     shuffled: Any
     shuffle_id: int
@@ -98,7 +97,7 @@ class Output:
 
 @dataclass
 class Running:
-    """A job under way."""
+    """A Spark job that is running."""
 
     began: float
     slots: dict[int, str]
@@ -107,7 +106,7 @@ class Running:
 
 @dataclass
 class Asked:
-    """Executors that were asked for."""
+    """A request for executors."""
 
     before: frozenset[str]
     more: int
@@ -116,9 +115,8 @@ class Asked:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Classes of the user's flow file travel by value; what msgspec caches on a dataclass cannot, and it makes it
-    anew.
-    """
+    """Classes of the user's flow file are pickled by value. What msgspec caches on a dataclass cannot be pickled, and
+    is removed: msgspec makes it again."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and "__msgspec_cache__" in vars(obj):
@@ -133,7 +131,7 @@ def _sounds_like_loss(reason: str) -> bool:
 
 
 def _first_executors(master: str, cores_max: str | None) -> int:
-    """Executors that are waited for at the start: all of a cluster of our own, the first of another's."""
+    """How many executors the start waits for: all of a ``local-cluster``, one of any other cluster."""
     if not master.startswith("local-cluster"):
         return 1
     workers, cores, _ = (int(part) for part in master.partition("[")[2].rstrip("]").split(","))
@@ -167,12 +165,10 @@ class SparkEngine:
         self.executors: dict[str, tuple[str, int]] = {}
         """node -> host and cores; none in local mode"""
         self.going: set[str] = set()
-        """Executors that are still there, but not for long: given back, or being decommissioned."""
+        """Executors that are about to go: they were given back, or are being decommissioned."""
         self.wanted: int | None = None
-        """Executors that Spark was told we want; None: as many as it gives."""
+        """The number of executors that Spark was last asked for. None: as many as it gives."""
         self.asked: Asked | None = None
-        self.admission: Admission | None = None
-        """Where Spark would replace executors by itself, at the worst moment."""
         self.jobs: dict[tuple[int, str, int], Running] = {}
         self.seen: set[tuple[str, int, str]] = set()
         """Slots that have answered: stage, container, node."""
@@ -186,7 +182,7 @@ class SparkEngine:
         self.outputs: dict[tuple[int, str], Output] = {}
         self.group = f"penstock-{self.run_id}"
         self.under_way: Counter[Attempt] = Counter()
-        """attempt -> its jobs that have not answered"""
+        """attempt -> the number of its jobs that have not ended"""
         self.cancelled = Attempt(0)
         """Attempts before this one are over."""
         self.pool = ThreadPoolExecutor(16, thread_name_prefix="penstock-job")
@@ -194,7 +190,7 @@ class SparkEngine:
         self.lock = threading.Lock()
         self.looking = threading.Lock()
         self.asking = threading.Lock()
-        """Apart from looking: a cluster manager may take its time to answer."""
+        """A lock of its own, for a cluster manager may take long to answer."""
         self.keep = KeepSettings(config.backup_memory_mb << 20, config.move_mb_s * 1e6)
         self.reports: list[bytes] = []
         self.misses = 0
@@ -232,11 +228,9 @@ class SparkEngine:
         self.accumulator = sc.accumulator([], ReportsParam())
         self.env = {**ONE_THREAD, **KEEP_MEMORY}
         if single_machine(master):
-            # Modules that the driver can import, workers on this machine can too.
+            # Workers on this machine can import what the driver can import.
             self.env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and os.path.exists(p))
         self.executors = self.jvm.executors()
-        if self.owned and has_master(master) and not self._by_load():
-            self.admission = Admission(time.monotonic())
         self.watcher = threading.Thread(target=self._watch, name="penstock-watch", daemon=True)
         self.watcher.start()
 
@@ -260,9 +254,9 @@ class SparkEngine:
         self.merge_aside.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
         limit = time.monotonic() + QUIET_S
-        with contextlib.suppress(Exception):  # Spark is gone, and its jobs with it
+        with contextlib.suppress(Exception):  # if Spark is gone, so are its jobs
             while self._cancel_old() and time.monotonic() < limit:
-                time.sleep(WATCH_S)  # the watcher is gone, and a job may just be on its way
+                time.sleep(WATCH_S)  # a job may just be being submitted
         self.pool.shutdown(wait=True)
         if self.session is not None and self.owned:
             self.session.stop()
@@ -270,11 +264,11 @@ class SparkEngine:
             self._end_slots()
 
     def _end_slots(self) -> None:
-        """The session goes on without us: our containers' processes should not."""
+        """End the processes of the containers, for the session is the user's and goes on."""
         try:
             self.jvm.job_group(f"{self.group}-end", "end", msgspec.json.encode(JobSpec("end", {}, {})).decode())
             self._run_alone([key for key in self.slots if key[2] == DRIVER or key[2] in self.executors])
-        except Exception as error:  # they end by themselves after a while
+        except Exception as error:  # without work they end by themselves after three minutes
             self.notices.append(f"ending the containers' processes failed: {private.short_reason(error)}")
 
     # -- nodes -----------------------------------------------------------------------------------------------------
@@ -288,7 +282,7 @@ class SparkEngine:
         )
 
     def request_nodes(self, more: int) -> bool:
-        """Ask Spark for more executors. What it cannot grant now stays asked for: they come when there is room."""
+        """Ask Spark for more executors. Those that it cannot grant now come when there is room."""
         if self._by_load():
             self.notices.append("Spark decides itself how many executors there are (spark.dynamicAllocation.enabled)")
             return False
@@ -296,7 +290,7 @@ class SparkEngine:
             have = frozenset(self.executors)
             wanted = (len(have) if self.wanted is None else max(self.wanted, len(have))) + more
             try:
-                taken = self._let_in(wanted)
+                taken = self.jvm.want_executors(wanted)
             except Exception as error:
                 self.notices.append(f"Spark was not asked for more executors: {private.short_reason(error)}")
                 return False
@@ -307,30 +301,6 @@ class SparkEngine:
                 self.asked = Asked(before, waiting + more, time.monotonic())
             return taken
 
-    def _let_in(self, total: int) -> bool:
-        """Have executors started up to so many, of which there is room for; none later unless this is said again."""
-        taken = self.jvm.want_executors(total)
-        if self.admission is not None:
-            self.jvm.want_executors(0)
-        return taken
-
-    def _admit(self) -> Future[None] | None:
-        """Let executors in if it is time. Not on the watcher's thread: a master that is away may answer in minutes."""
-        if self.admission is None or not self.admission.due(time.monotonic(), bool(self.executors)):
-            return None
-        return self.pool.submit(self._admit_now)
-
-    def _admit_now(self) -> None:
-        if not self.asking.acquire(blocking=False):
-            return  # somebody is asking just now; there is a next time
-        try:
-            self._let_in(ALL if self.wanted is None else self.wanted)
-        except Exception as error:
-            if (said := f"the cluster manager does not answer: {private.short_reason(error)}") not in self.notices:
-                self.notices.append(said)
-        finally:
-            self.asking.release()
-
     def _by_load(self) -> bool:
         conf = self.session.sparkContext.getConf()
         return bool(conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true")
@@ -339,7 +309,7 @@ class SparkEngine:
         self.pool.submit(self._release, list(nodes))
 
     def _release(self, nodes: list[str]) -> None:
-        """Give executors back. Who does that does not wait any more for those that have not come."""
+        """Give executors back. Earlier requests for more that were not granted are taken back, too."""
         with self.asking:
             have = self.executors
             known = [n for n in nodes if n in have]
@@ -356,45 +326,42 @@ class SparkEngine:
             self.going |= set(known)
 
     def _watch(self) -> None:
-        """Looks after executors and tasks: who is lost, who is new, who hangs."""
+        """Look for executors that are lost or new, and for tasks that hang."""
         while not self.over.wait(WATCH_S):
             try:
                 if self.executors or not is_local(self.session.sparkContext.master):
                     self._look()
                     self._look_for_asked()
-                    self._admit()
                 self._cancel_old()
                 self._look_for_hung()
-            except Exception as error:  # Spark is on its way out, or the job's end will tell
+            except Exception as error:  # Spark is ending, or is gone and the next stage says so
                 if not self.over.is_set():
                     self.notices.append(f"watching executors failed: {private.short_reason(error)}")
                     return
 
     def _look(self) -> bool:
-        """Tell of executors that came or went; did any?"""
+        """Post an event if executors came or went. Returns whether any did."""
         with self.looking:
             there = self.jvm.executor_ids()
             self.going &= there
             reason = ""
             if self.jvm.decommissioning() and (marked := self.jvm.unwilling() - self.going):
-                # Spark runs nothing on it from now on, not even a handover. But we need not wait for its end.
+                # Spark runs nothing more there, not even a handover, so these executors count as lost at once.
                 self.going |= marked
                 reason = "decommissioned"
             if there - self.going == self.executors.keys():
                 return False
-            # Who is only gone need not be asked for: to list executors takes a tenth of a second.
+            # To list executors takes 0.1 s. It is not needed if executors have only gone.
             known = self.executors if there - self.going <= self.executors.keys() else self.jvm.executors()
             found = {name: known[name] for name in known if name in there and name not in self.going}
             if found.keys() == self.executors.keys():
-                return False  # a new one, of which Spark does not know everything yet
-            if self.admission is not None and self.executors.keys() - found.keys():
-                self.admission.lost(time.monotonic())
+                return False  # Spark does not know everything yet of one that is new
             self.executors = found
             self.post(NodesChanged(now=time.monotonic(), nodes=self.nodes() if found else (), reason=reason))
             return True
 
     def _look_for_asked(self) -> None:
-        """Tell of executors that were asked for and did not come."""
+        """Tell the user, once, of executors that were asked for and did not come."""
         asked = self.asked
         if asked is None:
             return
@@ -419,22 +386,22 @@ class SparkEngine:
             silent = set(job.slots) - self._reported(stage, epoch, attempt)
             if any((stage, i, job.slots[i]) not in self.seen for i in silent) and now - job.began < START_S:
                 continue  # a process that is being started
-            job.began = now  # said once; again if it goes on
-            self.post(
-                Stuck(
-                    now=now,
-                    stage=StageId(stage),
-                    epoch=Epoch(epoch),
-                    attempt=Attempt(attempt),
-                    containers=tuple(sorted(silent)),
-                    seconds=self.config.hang_s,
-                )
+            job.began = now  # it is said again if the task hangs for as long once more
+            containers = tuple(sorted(silent))
+            event = Stuck(
+                now=now,
+                stage=StageId(stage),
+                epoch=Epoch(epoch),
+                attempt=Attempt(attempt),
+                containers=containers,
+                seconds=self.config.hang_s,
             )
+            self.post(event)
 
     # -- placement -------------------------------------------------------------------------------------------------
 
     def _node(self, homes: Mapping[int, str], index: int) -> str:
-        """Where container ``index`` lives; splits of a source that have no container's place go round."""
+        """The node of container ``index``. Splits of a source beyond its containers are dealt out in turn."""
         home = homes.get(index)
         if home is None or home not in self.executors:
             nodes = sorted(set(homes.values()) & self.executors.keys()) or sorted(self.executors)
@@ -446,7 +413,7 @@ class SparkEngine:
         return f"executor_{host[0]}_{node}" if host is not None else None
 
     def _slot(self, stage: str, index: int, node: str) -> Any:
-        """The Python function of a slot. Its environment is its own, and so is its worker process."""
+        """The Python function of a slot. It has an environment of its own, and so a worker process of its own."""
         key = (stage, index, node)
         with self.lock:
             found = self.slots.get(key)
@@ -462,8 +429,8 @@ class SparkEngine:
                 self.accumulator,
                 self.keep,
             )
-            # A container must find its own process again. Tasks of sources keep nothing, so that any idle worker would
-            # do; but a process of their own outlives a job that fails, and starting one takes longer than recovering.
+            # A container must find its own process again. Tasks of sources keep no state, so any idle worker would do.
+            # But a process of their own outlives a job that fails, and starting another takes longer than recovering.
             dedicated = self.plan.by_id[StageId(stage)].stateful or bool(self.executors)
             slot = f"{self.run_id}:{stage}:{index}" if dedicated else self.run_id
             env = {**self.env, SLOT: slot}
@@ -507,19 +474,19 @@ class SparkEngine:
 
     def _warm(self, stage: StageId, containers: Iterable[int], homes: Mapping[int, str]) -> None:
         try:
-            # A group of its own: what is being started is of use after a failure, too.
+            # In a job group of its own, which a recovery does not cancel: processes are needed after it, too.
             self.jvm.job_group(f"{self.group}-warm", "warm-up", msgspec.json.encode(JobSpec("warm", {}, {})).decode())
             self._run_alone([(stage, i, self._node(homes, i)) for i in containers])
         except Exception as error:
             self.notices.append(f"starting the workers of '{stage}' ahead failed: {private.short_reason(error)}")
 
     def _alone(self, stage: str, index: int, node: str) -> Any:
-        """A task of a slot that nobody sends anything."""
+        """A task of a slot that gets no input."""
         return self.jvm.python(self._placed(1, [node]), self._slot(stage, index, node))
 
     def _run_alone(self, slots: Iterable[tuple[str, int, str]]) -> None:
-        """Tasks that nobody cancels: one job for each node, all at once. In a job for several, those for a node that is
-        lost would wait for it as long as there is another.
+        """Run tasks that nobody cancels: one job for each node, all at once. In one job for all nodes, the tasks for a
+        node that is lost would wait for it as long as another node lives.
         """
         by_node: dict[str, list[Any]] = {}
         for stage, index, node in slots:
@@ -535,9 +502,9 @@ class SparkEngine:
         self._cancel_old()
 
     def _cancel_old(self) -> bool:
-        """Cancel what is left of older attempts; was there anything? Again and again until nothing is: a job that is
-        being submitted just now is not there yet to be cancelled. If it ran on, its tasks for an executor that is gone
-        would wait for that until the wait for locality is over, and everybody for them.
+        """Cancel the jobs of older attempts. Returns whether there were any. To be called until there are none: a job
+        that is just being submitted cannot be cancelled yet. If it ran on, its tasks for an executor that is gone would
+        wait until ``spark.locality.wait`` is over, and the recovery with them.
         """
         with self.lock:
             old = [attempt for attempt, jobs in self.under_way.items() if jobs and attempt < self.cancelled]
@@ -550,8 +517,6 @@ class SparkEngine:
         return f"{self.group}-{attempt}"
 
     def release(self, epoch: int) -> None:
-        if self.admission is not None:
-            self.admission.output(epoch)
         with self.lock:
             old = [k for k in self.outputs if k[0] <= epoch]
             gone = [self.outputs.pop(k) for k in old]
@@ -559,7 +524,7 @@ class SparkEngine:
             self.pool.submit(self.jvm.forget_shuffle, output.shuffle_id)
 
     def _guard(self, epoch: Epoch, stage: StageId, attempt: Attempt, work: Callable[..., Event], *args: Any) -> None:
-        """Exactly one event for each command, whatever happens."""
+        """Post exactly one event for each command, whatever happens."""
         with self.lock:
             self.under_way[attempt] += 1
         try:
@@ -568,7 +533,7 @@ class SparkEngine:
             event = work(*args)
         except Exception as error:
             reason = private.short_reason(error)
-            self._look_again(reason)  # who decides what to do next should know who is there
+            self._look_again(reason)  # the controller must know which nodes are left before it decides
             event = StageFailed(
                 now=time.monotonic(),
                 epoch=epoch,
@@ -639,7 +604,7 @@ class SparkEngine:
         indices: Sequence[int],
         offsets: Mapping[str, int],
     ) -> Any:
-        """One RDD for each slot, united. Those of a source are made once: nothing of an epoch is in them."""
+        """One RDD for each slot, united. The RDDs of a source do not depend on the epoch, and are made once."""
         nodes = [self._node(command.routing.homes_of(stage.id), i) for i in indices]
         key = (stage.id, tuple(zip(indices, nodes, strict=True)))
         if stage.source is not None:
@@ -683,7 +648,7 @@ class SparkEngine:
         return Flushed(now=time.monotonic(), epoch=command.epoch, attempt=command.attempt, reports=reports)
 
     def _numbering(self, routing: RoutingTable) -> tuple[dict[str, int], int]:
-        """Stage -> number of its first container among all containers, and how many there are."""
+        """Stage -> number of its first container among all containers, and the number of all containers."""
         offsets: dict[str, int] = {}
         total = 0
         for stage in self.plan.stages:
@@ -693,7 +658,7 @@ class SparkEngine:
         return offsets, total
 
     def _new_attempt(self, attempt: int) -> None:
-        """What the attempt before left behind is of no use."""
+        """Forget what the attempt before left behind."""
         with self.lock:
             if attempt != self.attempt:
                 self.attempt = attempt
@@ -701,13 +666,13 @@ class SparkEngine:
                 self.source_tasks.clear()
 
     def _reported(self, stage: str, epoch: int, attempt: int) -> set[int]:
-        """Tasks of a job under way that have come to their end."""
+        """The tasks of a running job that have ended."""
         with self.lock:
             reports = [_decode_report(data) for data in [*self.reports, *self.accumulator.value]]
         return {r.index for r in reports if (r.stage, r.epoch, r.attempt) == (stage, epoch, attempt)}
 
     def _collect(self, stage: str, epoch: int, attempt: int, count: int) -> tuple[TaskReport, ...]:
-        """The control records of a job that has just ended: Spark hands them over before it says so."""
+        """The control records of a job that has just ended. Spark delivers them before it reports the end."""
         with self.lock:
             self.reports += self.accumulator.value
             self.accumulator.value = []

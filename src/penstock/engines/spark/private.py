@@ -35,7 +35,7 @@ partition.
 """
 
 SETS_MAX = 1_024
-"""Sets of partitions that are kept: a job that changes its shape makes others."""
+"""Sets of partitions that are remembered. A job that changes its shape makes new ones."""
 
 _LOST_TASK = re.compile(r"Lost task \S+ in stage \S+ \(TID \d+\) \(\S+ executor (\w+)\)")
 
@@ -93,8 +93,8 @@ class Jvm:
         self.ArrayList = jvm.java.util.ArrayList
         self.HashMap = jvm.java.util.HashMap
         self.Zipped = jvm.org.apache.spark.rdd.ZippedPartitionsRDD2
-        # Spark would take Kryo for byte arrays. It is made anew for each task and each block of it, for a sixth of an
-        # executor's time in small epochs; Java's own is nothing to make, and bytes are bytes.
+        # Spark takes Kryo for byte arrays, and makes a new one for each block of each task: a sixth of an executor's
+        # time in small epochs. Java's serializer costs nothing to make, and writes bytes as well.
         self.serializer = jvm.org.apache.spark.serializer.JavaSerializer(self.scala.getConf())
         self._partitioners: dict[int, Any] = {}
         self._sets: dict[tuple[int, ...], Any] = {}
@@ -126,9 +126,8 @@ class Jvm:
     # -- RDDs ------------------------------------------------------------------------------------------------------
 
     def placed(self, elements: int, locations: Sequence[str | None]) -> Any:
-        """A partition of so many empty elements for each location (``executor_<host>_<id>``), preferably computed
-        there.
-        """
+        """An RDD with one partition for each location (``executor_<host>_<id>``), preferably computed there. Each
+        partition has this number of empty elements."""
         data = self.ArrayList()
         for _ in range(elements * len(locations)):
             data.add(bytearray())
@@ -184,8 +183,8 @@ class Jvm:
     def zipped(self, placed: Any, pruned: Any) -> Any:
         """Pairs (empty, blob); where the tasks run is decided by the first."""
         if self._zip is None:
-            # Every call of zip has its function looked through for references, class files and all. It is always the
-            # same function.
+            # Each call of zip searches its function for references, which reads class files. The function is always the
+            # same one.
             zipped = self.JavaRDD(placed, self.any_tag).zip(self.JavaRDD(pruned, self.any_tag)).rdd()
             self._zip = zipped.f()
             return zipped
@@ -205,9 +204,9 @@ class Jvm:
             cleaner.get().doCleanupShuffle(shuffle, False)
 
     def executor_ids(self) -> frozenset[str]:
-        """Executors that are alive, as Spark's scheduler has it: the first to know."""
-        # As one text: to go through a collection costs a call for each element, and its end is an exception of the JVM,
-        # for which PySpark asks in ten calls more what kind it is. We look many times a second.
+        """Executors that are alive by Spark's scheduler, which is the first to know."""
+        # As one text: to iterate costs a call to the JVM for each element and ten for the end, and this is called many
+        # times a second.
         return frozenset(self.scala.getExecutorIds().mkString(",").split(",")) - {""}
 
     def executors(self) -> dict[str, tuple[str, int]]:
@@ -220,29 +219,29 @@ class Jvm:
         return found
 
     def unwilling(self) -> frozenset[str]:
-        """Executors that are still there and get no tasks any more: given back, or being decommissioned."""
+        """Executors that are alive and get no more tasks: they were given back, or are being decommissioned."""
         backend = self.scala.schedulerBackend()
         return frozenset(i for i in self.executor_ids() if not backend.isExecutorActive(i))
 
     def decommissioning(self) -> bool:
-        """Is an executor being decommissioned? One cheap call, unlike ``unwilling``, for each time we look."""
+        """Whether an executor is being decommissioned. One call to the JVM; ``unwilling`` takes many."""
         if self._decommissioning is None:
             try:
                 self._decommissioning = self.scala.schedulerBackend().executorsPendingDecommission()
-            except Exception:  # this backend does not tell: it is lost when it is gone
+            except Exception:  # this backend does not tell: such an executor counts as lost when it is gone
                 self._decommissioning = self.ArrayList()
         return not self._decommissioning.isEmpty()
 
     def want_executors(self, total: int) -> bool:
         """Tell the cluster manager how many executors there should be. True: it took the request.
 
-        Not ``requestExecutors``, which counts from nought those that came without being asked for.
+        ``requestExecutors`` will not do: it starts from zero, although executors came without being asked for.
         """
         return bool(self.scala.requestTotalExecutors(total, 0, self.PythonUtils.toScalaMap(self.HashMap())))
 
     def release_executors(self, ids: Sequence[str], total: int) -> bool:
-        """Give executors back, of so many; they are not replaced."""
-        self.want_executors(total)  # it takes the ones that go from what it was last asked for
+        """Give these executors back, of ``total`` that there are. They are not replaced."""
+        self.want_executors(total)  # Spark subtracts those it kills from the number that it was last asked for
         return bool(self.scala.killExecutors(self.PythonUtils.toSeq(list(ids))))
 
     def _list(self, scala_seq: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import marshal
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config
 from penstock.doctor import check_machine
-from penstock.engines.spark import archive, private, slots
+from penstock.engines.spark import archive, place, private, slots
 from penstock.errors import EngineError, MachineError
 
 if TYPE_CHECKING:
@@ -35,16 +34,16 @@ DEFAULTS = {
     # Where a stage task runs is our decision, not the shuffle's.
     "spark.shuffle.reduceLocality.enabled": "false",
     "spark.locality.wait": "10min",
-    # Who asks a dead executor for a block would else ask again for a quarter of a minute. Recovery is faster.
+    # Spark asks a dead executor for a block again for 15 s. Recovery is faster.
     "spark.shuffle.io.maxRetries": "2",
     "spark.shuffle.io.retryWait": "100ms",
-    # A connection that broke is an executor that is gone. Else a standalone master is given 5 s to say so first.
+    # An executor whose connection broke is gone. By default Spark waits 5 s for the master to say so.
     "spark.standalone.executorRemoveDelayOnDisconnection": "0s",
-    # An executor that is to go says so first, and is not just gone.
+    # An executor that is about to be taken away says so first.
     "spark.decommission.enabled": "true",
     "spark.shuffle.sort.bypassMergeThreshold": "1024",
     "spark.python.worker.reuse": "true",
-    # A killed task may need a moment to its end. A worker that is killed in the middle has lost its slices.
+    # A killed task gets this time to end by itself. A worker that is killed in the middle of a task loses its slices.
     "spark.python.task.killTimeout": "3s",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -54,7 +53,7 @@ DEFAULTS = {
     "spark.ui.retainedTasks": "200",
     "spark.sql.ui.retainedExecutions": "10",
     "spark.ui.liveUpdate.period": "10s",
-    # What an epoch leaves goes when it is done. A collection that is asked for stops the driver for 0.2 s.
+    # Shuffle files are removed epoch by epoch, so Spark need not collect garbage for them: that stops the driver 0.2 s.
     "spark.cleaner.periodicGC.interval": "10min",
     "spark.rdd.compress": "false",
     "spark.driver.host": "127.0.0.1",
@@ -72,8 +71,8 @@ LOCAL_JVM = (
     "-XX:MinHeapFreeRatio=10",
     "-XX:MaxHeapFreeRatio=30",
 )
-"""On one machine the JVMs share its cores with the Python workers, and move bytes for them. The optimising compiler and
-a concurrent collector take more of these cores, for minutes, than their work gives back."""
+"""On one machine the JVMs only move bytes for the Python workers, and share the cores with them. The optimising
+compiler and a concurrent collector would take more CPU, for minutes, than they save."""
 
 LOG4J = """\
 rootLogger.level = error
@@ -123,11 +122,13 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
         del settings["spark.driver.host"], settings["spark.driver.bindAddress"]
     else:
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # or Spark warns about the host's name
-    mapped, mapped_by_executors = archive.java_options(archive.archive_path() if config.class_archive else None)
-    java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", *mapped]
+    path = archive.archive_path() if config.class_archive else None
+    mapped, mapped_by_executors = archive.java_options(path, leave=is_local(config.master))
+    temporary = f"-Djava.io.tmpdir={place.place()}"
+    java = [f"-Dlog4j2.configurationFile={_quiet_logging()}", temporary, *mapped]
     if single_machine(config.master):
         java += LOCAL_JVM
-        settings["spark.executor.extraJavaOptions"] = " ".join((*LOCAL_JVM, *mapped_by_executors))
+        settings["spark.executor.extraJavaOptions"] = " ".join((*LOCAL_JVM, temporary, *mapped_by_executors))
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
     settings.update(config.spark)
     daemon = None if DAEMON in settings else _use_slots(settings, config.master)
@@ -136,8 +137,12 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
     builder: Any = SparkSession.builder.master(config.master).appName(name)
     for key, value in settings.items():
         builder = builder.config(key, value)
+    # An archive fits only the paths that it was made with, and those of the linked home are gone with this process.
+    leaves_archive = bool(mapped) and not mapped_by_executors
+    own_home = single_machine(config.master) and not leaves_archive
     try:
-        session = builder.getOrCreate()
+        with place.in_place(settings.get("spark.local.dir"), own_home):
+            session = builder.getOrCreate()
     except Exception as error:
         raise EngineError(
             f"Spark did not start on {config.master}: {private.short_reason(error)}.",
@@ -150,7 +155,7 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
 
 
 def _use_slots(settings: dict[str, str], master: str) -> Path:
-    """Have containers' processes outlive their connections. Returns the file that executors elsewhere need.
+    """Have the processes of containers outlive their connections. Returns the file that executors elsewhere need.
 
     Every Python worker of the application is then started by ``python -m penstock_slots``, so that file must be found
     before anything of ours is on a path. On this machine the path is told in the environment; an executor elsewhere
@@ -166,9 +171,8 @@ def _use_slots(settings: dict[str, str], master: str) -> Path:
 
 @functools.cache
 def _slots_file() -> Path:
-    """The daemon as a module of its own: as one of the package it would load all of that before it forks."""
-    directory = Path(tempfile.mkdtemp(prefix="penstock-slots-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    """The daemon as a module of its own. As a module of the package it would load the package before it forks."""
+    directory = Path(tempfile.mkdtemp(prefix="slots-", dir=place.place()))
     # The engine gives containers the driver's path for theirs.
     sys.path.append(str(directory))
     return Path(shutil.copyfile(slots.__file__, directory / f"{DAEMON_MODULE}.py"))
@@ -176,18 +180,16 @@ def _slots_file() -> Path:
 
 def _quiet_logging() -> str:
     """Spark greets with warnings before its log level can be set. Errors that matter come to the user as ours."""
-    path = Path(tempfile.mkdtemp(prefix="penstock-log4j-")) / "log4j2.properties"
+    path = place.place() / "log4j2.properties"
     path.write_text(LOG4J)
-    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
     return str(path)
 
 
 def ship_package(sc: SparkContext) -> None:
-    """Send this very package to the executors: they need no installation of it. It goes compiled, too: Python keeps
-    nothing that it compiles from an archive, and every container's process would do it anew."""
+    """Send this package to the executors, which need not have it installed. It is sent compiled: Python does not keep
+    what it compiles from an archive, so the process of each container would compile it again."""
     source = Path(__file__).resolve().parents[2]
-    target = Path(tempfile.mkdtemp(prefix="penstock-ship-")) / "penstock-shipped.zip"
-    atexit.register(shutil.rmtree, target.parent, ignore_errors=True)
+    target = Path(tempfile.mkdtemp(prefix="ship-", dir=place.place())) / "penstock-shipped.zip"
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(source.rglob("*.py")):
             name = Path("penstock") / path.relative_to(source)
@@ -197,14 +199,14 @@ def ship_package(sc: SparkContext) -> None:
 
 
 def _compiled(path: Path) -> bytes:
-    """A module as Python keeps it, in the form that is taken without a look at the source (PEP 552)."""
+    """A compiled module in the form that Python loads without comparing it with the source (PEP 552)."""
     code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)  # from its cache, if it is there
     unchecked = (1).to_bytes(4, "little")
     return MAGIC_NUMBER + unchecked + source_hash(path.read_bytes()) + marshal.dumps(code)
 
 
 def check_executors(sc: SparkContext, executors: int) -> None:
-    """Every executor must have our Python and package versions: say so at the start, not in the middle."""
+    """Check at the start that every executor has the driver's versions of Python and packages."""
     here = _describe()
     try:
         found = sc.parallelize(range(executors * 2), executors * 2).map(lambda _: json.dumps(_describe())).collect()

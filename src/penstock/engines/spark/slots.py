@@ -12,11 +12,11 @@ and takes the next connection.
     JVM -> daemon   a connection; the answer is a pid, then, on TCP, the exchange of a secret
     JVM -> daemon   on stdin: the pid of a worker to kill; end of file: everything ends
 
-Between its tasks the child does what they have put off, a little at a time, and listens in between.
+While it has no task, the child does the work that tasks have put off, one step at a time, and listens in between.
 
 The daemon answers at once, even when the child is busy: the JVM holds a lock while it waits, and needs the same lock to
-have a hung worker killed. Connections go to the child over a socket pair; those it has not taken when it dies go to the
-next child. The child may have several; it runs one task at a time, of whichever connection has one.
+have a hung worker killed. Connections go to the child over a socket pair. Connections that a child has not taken when
+it dies go to the next child. A child may have several connections; it runs one task at a time.
 
 Executors need not have Penstock installed. The driver sends them this one file, so it imports the standard library
 alone, and PySpark in the child; and a daemon that imports little forks cheaply and has no threads to lose.
@@ -51,7 +51,7 @@ IDLE_S_MAX = 180.0
 empty epoch every 20 s at the latest. A task that is the last of its container may set the variable ``IDLE`` to 0 in its
 own environment, and the child ends with the task."""
 WORKER = "penstock.engines.spark.worker"
-"""Has tasks of ours, if it was loaded."""
+"""The module of Penstock's own tasks. It is loaded only in processes that run them."""
 AUTH_S_MAX = 5.0
 TURN_MS = 1_000
 GRACE_S = 0.2
@@ -100,7 +100,7 @@ class Child:
         self.idle_since = time.monotonic()
 
     def run(self) -> None:
-        """Until the daemon ends, or nothing came for long."""
+        """Run tasks until the daemon ends, or until no connection has come for long."""
         pause_ms = TURN_MS
         while True:
             poller = select.poll()
@@ -117,8 +117,8 @@ class Child:
             pause_ms = self._between_tasks()
 
     def _between_tasks(self) -> int:
-        """A little of what tasks have put off; and so long to listen before some more of it: as long as it took, for
-        others want the cores too."""
+        """Do one step of the work that tasks have put off. Returns how long to listen before the next step: as long as
+        this step took, for the containers of a node share its cores."""
         work = put_off()
         began = time.monotonic()
         if work is None or not work():
@@ -128,11 +128,11 @@ class Child:
     def _expired(self) -> bool:
         limit_s = float(os.environ.get(IDLE, IDLE_S_MAX))
         if limit_s > 0 and self.connections:
-            return False  # the JVM closes what it does not use for a minute
+            return False  # the JVM closes connections that it has not used for a minute
         return time.monotonic() - self.idle_since >= limit_s
 
     def _take(self) -> bool:
-        """One connection from the daemon; false if the daemon is gone."""
+        """Take one connection from the daemon. False: the daemon is gone."""
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
         if not fds:
             return False
@@ -142,7 +142,7 @@ class Child:
         return True
 
     def _turn(self, connection: Connection) -> None:
-        """Run the task that waits, or close what the JVM has closed."""
+        """Run the task that waits on this connection, or close the connection if the JVM has closed it."""
         try:
             if connection.over:
                 more = bool(connection.sock.recv(BUFFER_BYTES))
@@ -164,7 +164,8 @@ class Child:
         self.tasks[0] = (self.tasks[0] + 1) % 256
 
     def _task(self, connection: Connection) -> bool:
-        """Whether the task ended well. If not, the JVM knows or does not listen any more; the process stays."""
+        """Run one task. Returns whether it ended well. If it did not, the JVM knows it or has stopped to listen; the
+        process stays."""
         if self.main is None:
             self.main = self.load()
         restore_broadcasts(connection.broadcasts)
@@ -181,7 +182,7 @@ class Child:
             if isinstance(ending.__context__, MemoryError):
                 with contextlib.suppress(OSError):
                     outfile.close()
-                raise  # what it was doing to its state is unknown, and a new process has more memory
+                raise  # its state may be half changed, and a new process has more memory
             ended_well = not ending.code
         except (OSError, EOFError):
             ended_well = False
@@ -202,14 +203,14 @@ def load_main() -> Main:
 
 
 def put_off() -> Callable[[], bool] | None:
-    """What does a little of the work that tasks have left for later, and says whether there is more."""
+    """The function that does one step of the work that tasks have put off, and says whether there is more."""
     module = sys.modules.get(WORKER)
     found: Callable[[], bool] | None = module.between_tasks if module else None
     return found
 
 
 def restore_broadcasts(known: dict[int, Any]) -> None:
-    """The JVM tells each connection what is new and what is gone since that connection's last task."""
+    """The JVM tells each connection which broadcasts are new or gone since the last task of that connection."""
     known_here = _broadcasts()
     if known_here is not None:
         known_here.clear()
@@ -332,7 +333,7 @@ class Daemon:
     # -- the child -----------------------------------------------------------------------------------------------
 
     def _look_after_child(self) -> None:
-        """Hear which connections it has taken; if it is dead, those it has not taken need another."""
+        """Read which connections the child has taken. If it is dead, the others need another child."""
         if self.child is None:
             return
         taken = b""
@@ -433,7 +434,7 @@ def listen() -> tuple[socket.socket, str]:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.bind(("127.0.0.1", 0))
     listening.listen(socket.SOMAXCONN)
-    listening.setblocking(False)  # who knocked may have gone
+    listening.setblocking(False)  # a connection may be gone before it is accepted
     return listening, path
 
 
@@ -468,8 +469,8 @@ def _terminated(number: int, frame: object) -> NoReturn:
 
 
 def prefer_installed() -> None:
-    """PySpark as this machine has it installed, if that is what Spark brings in archives: Python keeps nothing that it
-    compiles from an archive, and each of our processes would take a second for it."""
+    """Import PySpark as it is installed on this machine, if it has the version that Spark brings in an archive. Python
+    does not keep what it compiles from an archive, so every process would compile it again, which takes a second."""
     archives = [p for p in sys.path if os.path.basename(p) == "pyspark.zip" or _is_py4j(os.path.basename(p))]
     rest = [p for p in sys.path if p not in archives]
     found = PathFinder.find_spec("pyspark", rest)
@@ -495,9 +496,8 @@ def manager() -> None:
 
         stock()
         return
-    # A session of our own. Ctrl-C at the driver's terminal is the driver's, and the group ends with us. And Linux
-    # shares its cores between sessions (autogroup): else, while Spark starts new executors, a container that brings up
-    # the slices of lost ones would wait for each thread of their JVMs.
+    # A session, and so a process group, of its own: Ctrl-C at the driver's terminal is for the driver, and the group is
+    # ended together.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -1,8 +1,8 @@
 """The Spark worker's side: what runs inside a dedicated Python worker process.
 
-Each slot (a container of a stage) has a worker process of its own, told apart by an environment variable. The process
-keeps its ``Worker``, and with it the slices, from one task to the next. What changes from epoch to epoch comes as a
-local property of the job; the closure never changes, so that it is pickled once.
+Each slot (a container of a stage) has a worker process of its own. An environment variable tells the slots apart. The
+process keeps its ``Worker``, and with it the slices, from one task to the next. What changes from epoch to epoch comes
+as a local property of the job. The closure never changes, so it is pickled once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _pack = Struct("!q").pack
 
 
 class JobSpec(msgspec.Struct):
-    """One job's worth of tasks: the spec they share, by stage, and what differs."""
+    """The tasks of one job: the spec that they share, by stage, and what differs between them."""
 
     mode: str
     specs: dict[str, TaskSpec]
@@ -42,28 +42,6 @@ class JobSpec(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(JobSpec).decode
 _workers: dict[str, Worker] = {}
-
-
-FULL_COLLECTION_EVERY = 256
-_tasks = 0
-_collected = -(os.getpid() % FULL_COLLECTION_EVERY)
-"""Tasks there had been at the last full collection. Not all processes of a job are to have theirs in the same epoch."""
-
-
-def _spare_the_collector() -> None:
-    """PySpark collects garbage after each task, which walks every object of every imported module: 50 ms of CPU for
-    nothing.
-
-    Freezing sets aside what is alive now. Now and then all of it is looked at again, so that cycles do not pile up:
-    between two tasks, where somebody calls us then.
-    """
-    global _tasks, _collected
-    _tasks += 1
-    if _tasks >= _collected + 2 * FULL_COLLECTION_EVERY:
-        _collected = _tasks
-        gc.unfreeze()
-    else:
-        gc.freeze()
 
 
 class KeepSettings(msgspec.Struct, frozen=True):
@@ -84,17 +62,13 @@ class ReportsParam(AccumulatorParam[list[bytes]]):
 
 
 def between_tasks() -> bool:
-    """Called by the process of a slot when it has no task: a little of what tasks put off. Whether there is more."""
-    global _collected
-    if _tasks >= _collected + FULL_COLLECTION_EVERY:
-        _collected = _tasks
-        gc.unfreeze()
-        gc.collect()
+    """Do one step of the work that tasks put off. The process of a slot calls this while it has no task. True: there
+    is more to do."""
     return any([worker.wake_some() for worker in _workers.values()])
 
 
 class SlotTask:
-    """The function of one slot. Pickled once, small, constant."""
+    """The function of one slot. It is small and constant, and is pickled once."""
 
     def __init__(
         self,
@@ -120,7 +94,7 @@ class SlotTask:
 
     def worker(self) -> Worker:
         if self.run_id not in _workers:
-            for old in _workers.values():  # an older run's state is of no use
+            for old in _workers.values():  # state of an older run, which has ended
                 if old.keeper is not None:
                     old.keeper.close()
             _workers.clear()
@@ -136,12 +110,14 @@ class SlotTask:
                 load_manifest=lambda checkpoint: read_manifest(self.store, checkpoint),
             )
             _workers[self.run_id] = worker
+            # Imported modules are never garbage. PySpark collects after each task, and would walk all their objects
+            # again, for 50 ms of CPU.
+            gc.freeze()
         return _workers[self.run_id]
 
     def __call__(self, partition: int, iterator: Iterable[bytes]) -> Iterator[bytes]:
         from pyspark import TaskContext
 
-        _spare_the_collector()
         context = TaskContext.get()
         assert context is not None
         job = _decode(context.getLocalProperty("penstock.spec") or "")
@@ -152,7 +128,7 @@ class SlotTask:
             os.environ[slots.IDLE] = "0"
             return
         spec = msgspec.structs.replace(job.specs[self.stage], index=self.index)
-        # Elements of a placement RDD are empty; alone (a source) or zipped with blobs, they say nothing.
+        # Elements of a placement RDD are empty: they place the task, and carry nothing.
         blobs = [blob for blob in iterator if blob]
         worker = self.worker()
         if job.mode == "flush":

@@ -43,6 +43,8 @@ class ReadResult:
     bad: tuple[BadRecord, ...] = ()
     punctuation: tuple[tuple[int, int], ...] = ()
     """Promises (see ``Source.punctuated``): after so many rows of the frame, no row earlier than that time (us)."""
+    set_aside: tuple[BadRecord, ...] = ()
+    """Parts of the input that the user has chosen to go on without: dead letters, even with ``on_error="fail"``."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from typing import Any, Final
 import polars as pl
 
 from penstock.connectors.base import BadRecord, Json, Offset, ReadResult, Source, SourceContext, SourceRange, Split
-from penstock.connectors.files import Lines, _read_jsonl
+from penstock.connectors.lines import Lines, read_jsonl
 from penstock.connectors.retrying import RetryingStore
 from penstock.connectors.rows import SchemaSpec, clip, parsable, polars_schema, rows_frame, salvage
 from penstock.connectors.spool import Bad, Batch, Spool, SpoolClosed, cut, decode_segment, folder_of
@@ -212,7 +212,7 @@ def parse_records(data: bytes, format: str, schema: pl.Schema) -> tuple[pl.DataF
     """Lines to rows, and those that are none. Blank lines are nothing at all."""
     lines = Lines(data, 0)
     if format == "jsonl":
-        frame, failed = _read_jsonl(lines, schema)
+        frame, failed = read_jsonl(lines, schema)
     else:
         lines.drop_blank()
         frame, failed = pl.DataFrame({"line": lines.text}, schema=schema), lines.failed

@@ -22,7 +22,7 @@ from typing import Any, Final
 import polars as pl
 import xxhash
 
-from penstock.connectors.base import BadRecord, Offset
+from penstock.connectors.base import BadRecord, Offset, SourceContext
 from penstock.connectors.rows import clip
 from penstock.connectors.spool import folder_of
 from penstock.errors import CheckpointInUse, CorruptData
@@ -92,6 +92,12 @@ def read_skips(store: Store | None, source_id: str) -> list[Skip]:
 def told(skips: Iterable[Skip]) -> list[str]:
     """The orders in force, for a job's notices."""
     return [f"{skip}, by an order of {skip.said_at}; see its dead letters." for skip in skips]
+
+
+def read_record_skips(context: SourceContext) -> tuple[list[str], list[str]]:
+    """For a source without files: the places of the records to leave out, and what to tell of them."""
+    orders = [skip for skip in read_skips(context.store, context.source_id) if skip.file is None]
+    return [str(skip.offset) for skip in orders if skip.offset is not None], told(orders)
 
 
 def leave_out_rows(

@@ -354,12 +354,11 @@ def test_what_an_order_may_not_say(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_a_job_that_runs_takes_no_order(bench: Bench) -> None:
-    bench.source = lambda: ps.files(bench.files, format="csv", schema=SCHEMA, follow=True)
-    job = bench.start()
-    with pytest.raises(CheckpointInUse):
-        for _ in range(1000):
-            order_skip(str(bench.checkpoint), source="in", file="x", offset=None)
-    job.stop()
+    file = bench.csv("a.csv", 1)
+    bench.die("after-log", 1)
+    with DirectoryLock(str(bench.checkpoint), job="it runs"), pytest.raises(CheckpointInUse, match="it runs"):
+        order_skip(str(bench.checkpoint), source="in", file=str(file), offset=None)
+    assert list_skips(str(bench.checkpoint)) == []
 
 
 def test_orders_are_kept_apart_and_a_damaged_one_is_named() -> None:

@@ -247,8 +247,12 @@ def csv_strings(
 ) -> tuple[pl.DataFrame, list[Failure]]:
     """Fields as strings. A record is checked for its shape first, so that the parser proper meets only good ones."""
     lines.drop_empty()
+    # polars would drop the mark from the first record of a piece, and only from that one.
+    lines.reject(lines.text.str.starts_with("\ufeff"), "a byte order mark in the midst of a file")
     failed: list[Failure] = []
     text = lines.text
+    if not len(text):
+        return pl.DataFrame(schema=dict.fromkeys(wanted, pl.String)), failed
     fields = text.str.count_matches(separator, literal=True)
     quoted = text.str.contains('"', literal=True)
     returns = text.str.contains("\r", literal=True)
@@ -330,7 +334,7 @@ def read_jsonl(lines: Lines, schema: pl.Schema) -> tuple[pl.DataFrame, list[Fail
     except Exception:
         items = text.to_list()
         frame, kept, bad = salvage(items, lambda part: parse("\n".join(part).encode()), raw_schema)
-        failed += [(int(starts[i]), _json_reason(reason), items[i]) for i, reason in bad]
+        failed += [(int(starts[i]), _json_reason(reason, items[i]), items[i]) for i, reason in bad]
         starts, text = starts[kept], text.gather(kept)
     frame, misfits = _narrow(frame, schema)
     parsed, unparsed = parse_strings(frame, schema)
@@ -373,10 +377,22 @@ def _has_half_pair(text: str) -> bool:
     return False
 
 
-def _json_reason(reason: str) -> str:
+def _json_reason(reason: str, text: str) -> str:
+    """Why a line is no row, in words that do not change with the parser."""
     if "DepthLimitExceeded" in reason:
         return "nested too deep"
-    return "not a JSON object: " + reason if "expected to contain JSON object" in reason else reason
+    if "expected to contain JSON object" in reason:
+        return "not a JSON object"
+    if reason.startswith("error parsing line"):
+        try:
+            json.loads(text)
+        except ValueError as error:
+            said = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
+            return f"not JSON: {said}"
+        except RecursionError:
+            return "nested too deep"
+        return "not JSON: a value that JSON does not have, or a number that is too large"
+    return reason
 
 
 # ---------------------------------------------------------------- inference

@@ -182,7 +182,8 @@ class Guard:
             remedy = "Give the user that runs the job (and its executors) the right to read it."
         elif isinstance(error, OSError | EOFError | zlib.error | pa.ArrowException | pl.exceptions.PolarsError):
             own = EOFError | zlib.error | gzip.BadGzipFile | pa.ArrowInvalid | pl.exceptions.PolarsError
-            unreadable = isinstance(error, own)
+            parser = isinstance(error, OSError) and error.errno is None and is_local(self.path)  # of Arrow
+            unreadable = isinstance(error, own) or parser
             remedy = (
                 "Check that the file is complete and of the format the source expects. To go on without it: "
                 f'penstock skip JOB --file {self.path}, or on_unreadable="dead_letter".'

@@ -627,6 +627,36 @@ def _follow_journal(store: Any, history: Any, everything: bool, as_json: bool) -
                     print(text, flush=True)
 
 
+# --- input that wedges a job --------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=_examples(
+        "penstock skip state/ --file in/broken.csv.gz",
+        "penstock skip state/ --file in/a.csv --offset 1047",
+        "penstock skip state/ --source pushed --offset 17:4",
+        "penstock skip state/",
+    )
+)
+def skip(
+    place: str = typer.Argument(..., metavar="DIR", help="The checkpoint directory of a job that is stopped."),
+    file: str | None = typer.Option(None, metavar="F", help="Leave out all of this file that is in no checkpoint yet."),
+    offset: str | None = typer.Option(
+        None, metavar="N", help="Leave out one record, at the place that its error or dead letter names."
+    ),
+    source: str | None = typer.Option(None, metavar="ID", help="Its source, if that is not clear."),
+    verbose: bool = typer.Option(False, "-v", "--verbose", help="Show tracebacks of errors."),
+) -> None:
+    """Leave out input that a job cannot get past. Without --file and --offset: list the orders given."""
+    with _manners(verbose):
+        from penstock.engines.skipping import list_skips, order_skip
+
+        if file is None and offset is None:
+            print("\n".join(list_skips(place) or ["Nothing is left out."]))
+        else:
+            print("\n".join(order_skip(place, source=source, file=file, offset=offset)))
+
+
 # --- demo, bench, doctor ------------------------------------------------------------------------------------------
 
 

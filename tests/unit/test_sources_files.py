@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import datetime as dt
 import errno
 import gzip
+import io
 import json
 import os
 import pickle
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
-from penstock.connectors import SourceContext, bad_records_frame, files, polars_schema
+from penstock.connectors import SourceContext, bad_records_frame, files, lines, polars_schema
 from penstock.connectors.base import BadRecord, Source
-from penstock.connectors.files import Storage
+from penstock.connectors.lines import CsvCuts, record_ends
 from penstock.connectors.rows import _uniform_datetimes
+from penstock.connectors.storage import Storage
 from penstock.errors import FlowError, SourceError
 
 CONTEXT = SourceContext("in", None)
@@ -325,7 +329,7 @@ def test_bad_csv(tmp_path: Path) -> None:
     path.write_bytes(b"\r\n".join(lines))
     schema = {"at": pl.Datetime("us"), "n": pl.Int32, "word": str}  # in another order than in the file
     for parallelism in (1, 2, 5, 12):
-        frame, bad, _ = drain(opened(path, schema=schema), 1000, parallelism)
+        frame, bad, _ = drain(opened(path, schema=schema, multiline=False), 1000, parallelism)
         assert frame.rows() == [
             (dt.datetime(2024, 1, 1, 0, 0, 1), 1, "a"),
             (None, 5, 'e,"f"'),
@@ -417,15 +421,119 @@ JSON_LINES = [
 def test_the_fate_of_a_line_does_not_depend_on_the_split(
     tmp_path_factory: pytest.TempPathFactory, format_lines: tuple[str, list[bytes]], parallelism: int
 ) -> None:
-    format, lines = format_lines
+    format, given = format_lines
     path = tmp_path_factory.mktemp("in") / f"in.{format}"
-    path.write_bytes((b"n,word\n" if format == "csv" else b"") + b"\n".join(lines))
+    path.write_bytes((b"n,word\n" if format == "csv" else b"") + b"\n".join(given))
     schema = {"n": int, "word": str}
-    one, one_bad, _ = drain(opened(path, schema=schema), 10_000, 1)
-    many, many_bad, _ = drain(opened(path, schema=schema), 3, parallelism)
-    assert_frame_equal(one, many)
-    assert one_bad == many_bad
-    assert one.height + len(one_bad) == sum(1 for line in lines if line)
+    for multiline in (False, True):
+        one, one_bad, _ = drain(opened(path, schema=schema, multiline=multiline), 10_000, 1)
+        many, many_bad, _ = drain(opened(path, schema=schema, multiline=multiline), 3, parallelism)
+        assert_frame_equal(one, many)
+        assert one_bad == many_bad
+        if format == "jsonl" or not multiline:  # otherwise a quote may make one record of several lines
+            assert one.height + len(one_bad) == sum(1 for line in given if line)
+
+
+# ------------------------------------------------------------ CSV by the rules
+
+FIELDS = st.text(alphabet=st.sampled_from(list('a1",;\n\r \té\u2028\x00')), max_size=8)
+
+
+def csv_rows(data: bytes, separator: str = ",") -> list[list[str]]:
+    """What Python's own csv module reads."""
+    return [r for r in csv.reader(io.StringIO(data.decode(), newline=""), delimiter=separator) if r]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(FIELDS, FIELDS, FIELDS), min_size=1, max_size=12),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC]),
+    end=st.sampled_from(["\r\n", "\n"]),
+    separator=st.sampled_from([",", ";", "\t"]),
+    bom=st.booleans(),
+    last_end=st.booleans(),
+)
+def test_csv_is_read_as_the_csv_module_reads_it_at_every_split(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[str, str, str]],
+    quoting: Any,
+    end: str,
+    separator: str,
+    bom: bool,
+    last_end: bool,
+) -> None:
+    if quoting == csv.QUOTE_MINIMAL and end == "\n":
+        rows = [(a.replace("\r", ""), b.replace("\r", ""), c.replace("\r", "")) for a, b, c in rows]  # not quoted
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, delimiter=separator, quoting=quoting, lineterminator=end)
+    writer.writerow(['a "1"', "b\n2", "c"])
+    writer.writerows(rows)
+    text = out.getvalue() if last_end else out.getvalue().removesuffix(end)
+    data = text.encode()
+    path = tmp_path_factory.mktemp("in") / "in.csv"
+    path.write_bytes((b"\xef\xbb\xbf" if bom else b"") + data)
+    expected = csv_rows(data, separator)[1:]
+    schema = {'a "1"': str, "b\n2": str, "c": str}
+    for rows_max in (1, 4, 100):
+        for parallelism in (1, 100) if rows_max > 1 else (2,):
+            source = opened(path, schema=schema, separator=separator)
+            frame, bad, _ = drain(source, rows_max, parallelism)
+            assert not bad
+            assert [[field or "" for field in row] for row in frame.rows()] == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.text(alphabet=st.sampled_from(list('a",\n')), max_size=40), block=st.integers(1, 9))
+def test_ends_of_csv_records_by_counting_and_by_walking(data: str, block: int) -> None:
+    """Also where quotes are misplaced, and however small the blocks are."""
+    raw = data.encode()
+    walked = lines._ends_one_by_one(raw, b",").tolist()
+    assert record_ends(raw, ",").tolist() == walked
+    ends = walked if not raw[walked[-1] if walked else 0 :] else [*walked, len(raw)]
+    records = [csv_rows(raw[a:b]) for a, b in pairwise([0, *ends])]
+    assert [r for part in records for r in part] == csv_rows(raw)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "BLOCK_BYTES", block)
+        assert record_ends(raw, ",").tolist() == walked
+        cuts = CsvCuts(lambda a, b: raw[a:b], ",")
+        for wanted in (*range(len(raw) + 1), *range(len(raw) + 1)):  # the second time from what it knows by then
+            expected = next((end for end in [0, *walked] if end >= wanted), len(raw))
+            assert cuts.first_from(wanted, len(raw)) == expected
+
+
+def test_a_quoted_line_break_makes_no_row_up(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text('n,word\n1,a\n6,"x\n7,evil\ny"\n8,b\n')
+    for parallelism in (1, 2, 3, 9):
+        frame, bad, _ = drain(opened(path, schema={"n": int, "word": str}), 1, parallelism)
+        assert not bad and frame.rows() == [(1, "a"), (6, "x\n7,evil\ny"), (8, "b")]
+
+
+def test_a_quote_that_is_never_closed_is_one_dead_letter(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text('n,word\n1,a\n6,"x\n7,evil\n8,b\n')
+    frame, [bad], _ = drain(opened(path, schema={"n": int, "word": str}), 1, 3)
+    assert frame.rows() == [(1, "a")]
+    assert (bad.offset, bad.reason, bad.raw) == (f"{path}:11", "misplaced quotes", '6,"x\n7,evil\n8,b')
+
+
+def test_each_byte_of_a_big_csv_file_is_scanned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("n,word\n" + "".join(f'{i},"a\n{i}"\n' for i in range(200_000)))
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 1 << 13)
+    source = opened(path, schema={"n": int, "word": str})
+    scanned = []
+    read = Storage.read
+
+    def counted(storage: Storage, path: str, first: int, last: int | None) -> bytes:
+        scanned.append((last or 0) - first)
+        return read(storage, path, first, last)
+
+    monkeypatch.setattr(Storage, "read", counted)
+    at = source.initial_offset()
+    while (planned := source.plan(at, 10_000)) is not None:
+        at = planned.end
+    assert sum(scanned) < 1.5 * path.stat().st_size
 
 
 def test_a_parquet_file_of_another_shape(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import pickle
@@ -477,7 +478,7 @@ def test_what_is_refused(served: Callable[..., HttpSource]) -> None:
     assert post(source, "x" * 101, **right)[0] == 413
     assert post(source, "[", Content_Type="application/json", **right)[0] == 400
     assert post(source, "{}", Idempotency_Key="x" * 300, **right)[0] == 400
-    assert post(source, "{}", Transfer_Encoding="chunked", **right)[0] == 411
+    assert post(source, "{}\r\n", Transfer_Encoding="chunked", **right)[0] == 400
     assert sum(r.frame.height for r in all_of(source)) == 1
 
 
@@ -491,6 +492,155 @@ def test_half_a_request_is_none(served: Callable[..., HttpSource]) -> None:
         assert connection.recv(100) == b"", "hung up without an answer"
     assert post(source, '{"k": "b", "n": 2}')[0] == 200
     assert [row for r in all_of(source) for row in r.frame.rows()] == [("b", 2)]
+
+
+def talk(source: HttpSource, data: bytes, *, until: bytes = b"") -> bytes:
+    """Send these bytes, and give what comes back until the server hangs up, or until it has said ``until``."""
+    with connect(source) as connection:
+        connection.sendall(data)
+        return heard(connection, until)
+
+
+def connect(source: HttpSource) -> socket.socket:
+    url = urlsplit(source.address or "")
+    return socket.create_connection((url.hostname, url.port), timeout=20)
+
+
+def heard(connection: socket.socket, until: bytes = b"") -> bytes:
+    got = b""
+    while not until or until not in got:
+        try:
+            data = connection.recv(1 << 16)
+        except ConnectionResetError:
+            break
+        if not data:
+            break
+        got += data
+    return got
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+ROW = b'{"k": "a", "n": 1}\n'
+
+
+def test_chunks_and_several_requests_on_one_connection(served: Callable[..., HttpSource]) -> None:
+    source = served()
+    chunks = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5;x=y\r\n" + ROW[:5] + b"\r\ne\r\n" + ROW[5:]
+    chunks += b"\r\n0\r\nTrailer: t\r\n\r\n"
+    plain = b"POST / HTTP/1.1\r\nContent-Length: 19\r\nExpect: 100-continue\r\n\r\n" + ROW
+    last = b"POST / HTTP/1.1\r\nContent-Length: 19\r\nConnection: close\r\n\r\n" + ROW
+    answer = talk(source, chunks + plain + last)
+    assert answer.count(b"HTTP/1.1 200 OK") == 3 and answer.count(b"HTTP/1.1 100 Continue") == 1
+    assert sum(r.frame.height for r in all_of(source)) == 3
+
+
+def test_drippers_do_not_keep_an_honest_sender_out(served: Callable[..., HttpSource]) -> None:
+    """More connections than the limit, each with a piece of a head that never ends. All deadlines are far away."""
+    source = served()
+    source.head_s = source.body_s = source.idle_s = 3600.0
+    source.connections_max, source.peer_connections_max = 8, 8
+    drippers = [connect(source) for _ in range(20)]
+    try:
+        for each in drippers:
+            with contextlib.suppress(OSError):  # it may have been closed already
+                each.sendall(b"POST / HT")
+        for i in range(12):
+            assert post(source, json.dumps({"k": "a", "n": i})) == (200, {"rows": 1, "bad": 0})
+        # The oldest have gone: each hears that its connection is closed.
+        assert heard(drippers[0]) == b""
+    finally:
+        for each in drippers:
+            each.close()
+
+
+def test_those_that_send_half_a_body_make_room_too(served: Callable[..., HttpSource]) -> None:
+    source = served()
+    source.head_s = source.body_s = 3600.0
+    source.connections_max = source.peer_connections_max = 4
+    slow = [connect(source) for _ in range(4)]
+    try:
+        for each in slow:
+            each.sendall(b"POST / HTTP/1.1\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n")
+            assert b"100 Continue" in heard(each, b"\r\n\r\n"), "its head is there"
+        assert post(source, ROW) == (200, {"rows": 1, "bad": 0})
+        assert heard(slow[0]) == b""
+    finally:
+        for each in slow:
+            each.close()
+
+
+def test_a_peer_beyond_its_limit_loses_its_own_connections(served: Callable[..., HttpSource]) -> None:
+    source = served()
+    source.idle_s = source.head_s = 3600.0
+    source.peer_connections_max = 2
+    other = connect_from(source, "127.0.0.2")
+    many = [connect_from(source, "127.0.0.1") for _ in range(3)]
+    try:
+        assert heard(many[0]) == b"", "the oldest of the peer that has too many"
+        request = b"POST / HTTP/1.1\r\nContent-Length: 19\r\n\r\n" + ROW
+        for each in (other, many[1], many[2]):
+            each.sendall(request)
+            assert status_of(heard(each, b"}")) == 200
+    finally:
+        for each in (other, *many):
+            each.close()
+
+
+def connect_from(source: HttpSource, address: str) -> socket.socket:
+    url = urlsplit(source.address or "")
+    return socket.create_connection((url.hostname, url.port), timeout=20, source_address=(address, 0))
+
+
+@pytest.mark.parametrize(
+    ("sent", "names"),
+    [
+        (b"", "head_s"),
+        (b"POST / HTTP/1.1\r\nContent-Le", "head_s"),
+        (b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\n12", "body_s"),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12", "body_s"),
+    ],
+)
+def test_what_never_ends_is_answered_when_its_time_is_over(
+    served: Callable[..., HttpSource], sent: bytes, names: str
+) -> None:
+    source = served(body_bytes_max=100)
+    setattr(source, names, 0.01)
+    assert status_of(talk(source, sent)) == 408
+
+
+def test_an_idle_connection_is_closed(served: Callable[..., HttpSource]) -> None:
+    source = served()
+    source.idle_s = 0.01
+    answer = talk(source, b"POST / HTTP/1.1\r\nContent-Length: 19\r\n\r\n" + ROW)
+    assert answer.startswith(b"HTTP/1.1 200") and b"408" in answer
+
+
+def test_bodies_under_way_share_a_limit(served: Callable[..., HttpSource]) -> None:
+    source = served(body_bytes_max=1000)
+    source.bodies_bytes_max = 1000
+    source.body_s = source.head_s = 3600.0
+    with connect(source) as first:
+        first.sendall(b"POST / HTTP/1.1\r\nContent-Length: 900\r\nExpect: 100-continue\r\n\r\n" + b" " * 800)
+        assert b"100 Continue" in heard(first, b"\r\n\r\n")
+        assert post(source, b" " * 900 + ROW) == (200, {"rows": 1, "bad": 0}), "the one that came first makes room"
+        assert heard(first) == b""
+
+
+def test_deep_json_is_answered(served: Callable[..., HttpSource]) -> None:
+    source = served()
+    deep = "[" * 200_000 + "]" * 200_000
+    assert post(source, deep, Content_Type="application/json")[0] == 400
+    assert post(source, '{"k": ' + deep + "}") == (200, {"rows": 0, "bad": 1})
+    assert post(source, ROW)[0] == 200
+
+
+def test_a_mistake_of_ours_is_an_answer_too(served: Callable[..., HttpSource], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = served()
+    monkeypatch.setattr(source, "take", lambda *_: 1 / 0)
+    assert post(source, ROW)[0] == 500
 
 
 def test_a_key_makes_a_repetition_harmless_over_restarts_too(tmp_path: Path) -> None:

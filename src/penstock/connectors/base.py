@@ -42,8 +42,9 @@ class ReadResult:
     frame: pl.DataFrame
     bad: tuple[BadRecord, ...] = ()
     punctuation: tuple[tuple[int, int], ...] = ()
-    """Promises (see ``Source.punctuated``), each (n, time): after n rows of the frame no row is earlier than the time
-    (us)."""
+    """Promises (see ``Source.punctuated``): after so many rows of the frame, no row earlier than that time (us)."""
+    set_aside: tuple[BadRecord, ...] = ()
+    """Parts of the input that the user has chosen to go on without: dead letters, even with ``on_error="fail"``."""
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,43 @@
 """Files as a source: text, CSV, JSON lines and Parquet, from a local disk or any fsspec address, finished or still
 growing.
 
-Files are the most replayable input there is, as long as they do not change. So a file is taken as **immutable once
-visible**: its size is noted in the *catalogue* when it is met, and a file that is gone or has another size later is
-an error, never a quietly different answer. Writers should write under a name that is ignored (``_x``, ``.x``,
-``x.tmp``) and rename.
+Files are the most replayable input there is, provided they do not change. So a file is taken as **immutable once it is
+logged**: its size is noted in the *catalogue*, and a file that is gone or has another size later is an error, never a
+quietly different answer. Writers should write under a name that is ignored (``_x``, ``.x``, ``x.tmp``) and rename.
 
-Offsets are ``{"file": index in the catalogue, "at": position in it}``. Positions in Parquet are row numbers; in line
-formats they are byte offsets at the start of a line, so a worker seeks straight to its share. A gzip file cannot be
-entered in the middle and is one unit. The catalogue must be the same after a restart or indices would mean other files;
-which facts a range must log follows from its offsets alone:
+Offsets are ``{"file": index in the catalogue, "at": position in it}``. Positions in Parquet are row numbers. In line
+formats they are byte offsets at the start of a record, so a worker seeks straight to its share. A gzip file cannot be
+entered in the middle and is one unit. The catalogue must be the same after a restart or indices would mean other files.
+The facts that a range logs follow from its offsets and the catalogue:
 
 * ``follow=True``: the files this range is the first to enter. Files that no range has reached may be found in another
   order after a restart, which nobody can notice.
 * ``follow=False``: the whole list, with the first range.
+* The files of the range that are left out from some position on, and why (``bad``, ``bad_at``).
 
-What is out of scope: quoted line breaks in CSV (a line is a record, so that a file can be cut anywhere), and Parquet
-files whose schema drifts.
+**A file is looked at before the range that enters it is logged.** What is found unreadable then never wedges the job:
+nothing of the file was published, so it may be replaced or taken away, and its facts are taken anew. With
+``on_unreadable="dead_letter"`` the verdict is logged as a fact, so a replay gives the same dead letter whatever became
+of the file. A file that goes bad after it was logged stops the job, because rows of it may have been published; then
+``penstock skip`` is the way on (see ``skips.py``).
+
+Where a CSV file may be cut follows from its quotes alone (see ``lines.py``), so the driver scans the bytes up to a cut.
+
+What is out of scope: Parquet files whose schema drifts.
 """
 
 from __future__ import annotations
 
 import csv as python_csv
-import glob
 import gzip
-import json
 import os
 import time
-import zlib
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
-import numpy as np
 import polars as pl
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.connectors.base import (
     Backlog,
@@ -50,20 +50,46 @@ from penstock.connectors.base import (
     SourceRange,
     Split,
 )
-from penstock.connectors.rows import SchemaSpec, clip, parsable, parse_strings, polars_schema, salvage
+from penstock.connectors.lines import (
+    BOM,
+    CsvCuts,
+    Failure,
+    Lines,
+    csv_strings,
+    infer_jsonl,
+    infer_strings,
+    read_csv,
+    read_jsonl,
+    record_ends,
+)
+from penstock.connectors.rows import SchemaSpec, clip, parsable, polars_schema
+from penstock.connectors.skips import REASON, leave_out_rows, read_skips, told
+from penstock.connectors.storage import (
+    FoundFile,
+    Storage,
+    absolute,
+    check_parquet,
+    is_local,
+    pack_path,
+    parquet_rows,
+    parquet_schema,
+    read_parquet_rows,
+    unpack_path,
+    unpacked_chunks,
+)
 from penstock.errors import FlowError, SourceError
 
 SAMPLE_BYTES = 64 * 1024
-"""Read to estimate the length of a line, to find a line's end, or to infer a schema (four times as much)."""
+"""Bytes that are read to estimate the length of a line, or to find a line's end. A schema takes four times as many."""
 
 RANGE_FILES_MAX = 4096
-"""A range stops after so many files, however small they are: its splits are shipped to workers."""
+"""The most files of one range, however small they are: its splits are shipped to workers."""
 
 LOOKING_SHARE = 0.1
-"""Of the time may go into listing a store for new files: each time is a request, which the store may charge for."""
+"""The share of the time that may go into listing a store for new files: stores may charge for each request."""
 
 GZIP_RATIO = 4
-"""What a gzip byte weighs against a plain one when work is balanced."""
+"""The plain bytes that one gzip byte counts for when work is balanced."""
 
 _FORMATS = {
     ".txt": "text",
@@ -77,7 +103,9 @@ _FORMATS = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-_BOM = b"\xef\xbb\xbf"
+_UTF16: Final = (b"\xff\xfe", b"\xfe\xff")
+
+OnUnreadable = Literal["stop", "dead_letter"]
 
 
 def files(
@@ -89,6 +117,8 @@ def files(
     path: bool = False,
     header: bool = True,
     separator: str | None = None,
+    multiline: bool = True,
+    on_unreadable: OnUnreadable = "stop",
     storage_options: Mapping[str, Any] | None = None,
 ) -> FileSource:
     """Read files: a path, a glob, a directory (everything below it), several of them, or fsspec addresses of these.
@@ -98,10 +128,18 @@ def files(
     taken from the first file and then stays. ``follow=True`` waits for new files for ever; otherwise the files are
     listed once and the source ends. ``path=True`` adds the column ``path``. ``header`` and ``separator`` are for CSV.
 
-    Lines that do not fit the schema become dead letters and never stop the job: a wrong number of fields, values of
-    another type, JSON that is not an object, text that is not UTF-8. An absent JSON key and an empty CSV field are
-    null; JSON keys and CSV columns that the schema does not name are ignored, as are empty lines. A JSON number in a
-    ``str`` column is kept as its text.
+    CSV follows RFC 4180: quoted fields may hold line breaks. To cut a file safely its quotes are counted, so the driver
+    reads each byte once before the workers do. ``multiline=False`` is your promise that no field holds a line break:
+    then nothing is read beforehand, and each line is a record.
+
+    Records that do not fit the schema become dead letters and never stop the job: a wrong number of fields, values of
+    another type or out of its range, JSON that is not an object, text that is not UTF-8, records of more than 16 MiB.
+    An absent JSON key and an empty CSV field are null; JSON keys and CSV columns that the schema does not name are
+    ignored, as are empty lines. A JSON number in a ``str`` column becomes text.
+
+    A file that cannot be read at all (cut off, damaged, not of its format, gone) stops the job before anything of it is
+    used; correct it or take it away and start again. ``on_unreadable="dead_letter"`` makes one dead letter of it and
+    goes on; every gzip and Parquet file is then read once by the driver to check it.
     """
     return FileSource(
         pattern,
@@ -111,14 +149,21 @@ def files(
         path=path,
         header=header,
         separator=separator,
+        multiline=multiline,
+        on_unreadable=on_unreadable,
         storage_options=storage_options,
     )
 
 
 @dataclass(frozen=True)
-class _File:
-    path: str
-    size: int
+class _File(FoundFile):
+    """A file of the catalogue."""
+
+    units: int | None = None
+    """Its positions as they were logged; None when they follow from its size."""
+    bad: str | None = None
+    """Why it is left out from position ``bad_at`` on."""
+    bad_at: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,12 +172,16 @@ class _Meta:
 
     units: int
     rows: float
-    whole: bool = False
     columns: tuple[str, ...] | None = None
 
-    @property
-    def weight(self) -> int:
-        return self.units * GZIP_RATIO if self.whole else self.units
+
+@dataclass(frozen=True)
+class _Skipped:
+    """An order to leave out a file, or one record of it, from an offset on."""
+
+    path: str
+    record: int | None
+    since: tuple[int, int]
 
 
 class FileSource(Source):
@@ -148,16 +197,22 @@ class FileSource(Source):
         path: bool,
         header: bool,
         separator: str | None,
+        multiline: bool,
+        on_unreadable: OnUnreadable,
         storage_options: Mapping[str, Any] | None,
     ) -> None:
         patterns = [pattern] if isinstance(pattern, str | os.PathLike) else list(pattern)
         if not patterns:
             raise FlowError("files() got an empty list of paths.", remedy="Name at least one path, glob or directory.")
-        self.patterns = tuple(_absolute(os.fspath(p)) for p in patterns)
+        self.patterns = tuple(absolute(os.fspath(p)) for p in patterns)
         self.follow = follow
         self._storage = Storage(dict(storage_options or {}))
         self._path_column = path
         self._header = header
+        self._multiline = multiline
+        if on_unreadable not in ("stop", "dead_letter"):
+            raise FlowError(f"on_unreadable={on_unreadable!r} is not known.", remedy='Write "stop" or "dead_letter".')
+        self._on_unreadable = on_unreadable
         self.format = _check_format(format) if format else self._guess_format()
         self._separator = separator or ("\t" if self.patterns[0].removesuffix(".gz").endswith(".tsv") else ",")
         if self.format == "csv" and (len(self._separator.encode()) != 1 or self._separator in '"\r\n'):
@@ -180,11 +235,29 @@ class FileSource(Source):
         self._bytes_before = [0]
         """Bytes of all files of the catalogue before each index."""
         self._rows_per_byte: float | None = None
+        self._cuts: dict[int, CsvCuts] = {}
+        self._checked: set[int] = set()
+        """Files that were read to the end to see that this is possible."""
+        self._amended: set[int] = set()
+        """Files of which something else is known now than when they were listed."""
+        self._skips: list[_Skipped] = []
+        self.notices: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers need no catalogue: their splits say everything, and a closure should stay small."""
         self._rows_schema()
-        return {**self.__dict__, "_files": [], "_index": {}, "_metas": {}, "_listed": False, "_bytes_before": [0]}
+        return {
+            **self.__dict__,
+            "_files": [],
+            "_index": {},
+            "_metas": {},
+            "_cuts": {},
+            "_checked": set(),
+            "_amended": set(),
+            "_skips": [],
+            "_listed": False,
+            "_bytes_before": [0],
+        }
 
     # ------------------------------------------------------------ schema
 
@@ -221,30 +294,46 @@ class FileSource(Source):
                     )
 
     def _infer_schema(self) -> pl.Schema:
+        problem: SourceError | None = None
         for file in self._list():
             if file.size == 0:
                 continue
-            if self.format == "parquet":
-                return _parquet_schema(self._storage, file.path)
-            inferred = self._infer_lines(file)
+            try:
+                if self.format == "parquet":
+                    return parquet_schema(self._storage, file.path)
+                inferred = self._infer_lines(file)
+            except SourceError as error:
+                problem = problem or error  # the next file may tell as well
+                continue
             if inferred:
                 return pl.Schema(inferred)
+        if problem is not None:
+            raise problem
         raise SourceError(
             f"No file matches {self._patterns_text()} yet, so its columns are unknown.",
             remedy='Give them, for example schema={"word": str, "n": int}.',
             pattern=self._patterns_text(),
         )
 
-    def _infer_lines(self, file: _File) -> dict[str, pl.DataType]:
+    def _infer_lines(self, file: FoundFile) -> dict[str, pl.DataType]:
         head = self._head(file.path, 4 * SAMPLE_BYTES)
         if self.format == "jsonl":
-            return _infer_jsonl(head)
+            return infer_jsonl(head)
         columns = self._csv_columns(file.path, head)
-        if self._header:
-            head = head.partition(b"\n")[2]
-        lines = Lines(head, 0)
-        frame, _ = _csv_strings(lines, columns, columns, self._separator)
-        return {name: _infer_strings(frame.get_column(name)) for name in columns}
+        ends = self._ends(head)
+        if len(ends) and len(head) > 2 * SAMPLE_BYTES:
+            head = head[: int(ends[-1])]  # the last record of a sample may be cut off
+        lines = Lines(head, 0, ends)
+        if self._header and len(lines.text):
+            lines.select(pl.Series([False] + [True] * (len(lines.text) - 1)))
+        frame, _ = csv_strings(lines, columns, columns, self._separator)
+        return {name: infer_strings(frame.get_column(name)) for name in columns}
+
+    def _ends(self, data: bytes) -> Any:
+        """Where the records of CSV data end that begins with one; None for lines."""
+        if self.format == "csv" and self._multiline:
+            return record_ends(data, self._separator)
+        return None
 
     def _guess_format(self) -> str:
         for name in (*self.patterns, *(f.path for f in self._list())):
@@ -262,8 +351,8 @@ class FileSource(Source):
     def _patterns_text(self) -> str:
         return ", ".join(self.patterns)
 
-    def _list(self, known: Container[str] = ()) -> list[_File]:
-        found: dict[str, _File] = {}
+    def _list(self, known: Container[str] = ()) -> list[FoundFile]:
+        found: dict[str, FoundFile] = {}
         for pattern in self.patterns:
             for file in self._storage.list(pattern, known):
                 found[file.path] = file
@@ -277,7 +366,7 @@ class FileSource(Source):
         before = len(self._files)
         for file in self._list(self._index):
             self._index[file.path] = len(self._files)
-            self._files.append(file)
+            self._files.append(_File(file.path, file.size))
         self._listed = True
         if not all(is_local(pattern) for pattern in self.patterns):
             done = time.monotonic()
@@ -303,11 +392,90 @@ class FileSource(Source):
             )
         return self._files[index]
 
+    def _units(self, index: int) -> int:
+        """The positions of a file, without a look at it where that is possible."""
+        file = self._file(index)
+        if file.units is not None:
+            return file.units
+        return self._meta(index).units if self.format == "parquet" else file.size
+
+    def _left_out(self, index: int, first: int) -> str | None:
+        """Why the file is left out from this position on, if it is."""
+        file = self._file(index)
+        for skip in self._skips:
+            if skip.record is None and skip.path == pack_path(file.path) and (index, first) >= skip.since:
+                return REASON
+        return file.bad if file.bad is not None and first >= file.bad_at else None
+
+    def _is_whole(self, index: int, first: int) -> bool:
+        """True for what cannot be cut."""
+        return self._file(index).path.endswith(".gz") or self._left_out(index, first) is not None
+
     def _meta(self, index: int) -> _Meta:
         meta = self._metas.get(index)
         if meta is None:
             meta = self._metas[index] = self._examine(self._file(index))
         return meta
+
+    def _enter(self, index: int, at: int) -> _Meta | None:
+        """Look at a file before a range takes more of it. None when that changed the catalogue."""
+        file = self._file(index)
+        patient = self._on_unreadable == "dead_letter"
+        try:
+            if at == 0 and (patient or is_local(file.path)):
+                # No range has entered it, so it may have been replaced since it was listed.
+                size = self._storage.size(file.path)
+                if size is not None and size != file.size:
+                    file = self._amend(index, _File(file.path, size))
+            elif patient:
+                self._storage.check(file.path, file.size)
+            meta = self._meta(index)
+            if at == 0 and index not in self._checked:
+                meta = self._check(index, meta)
+            return meta
+        except SourceError as error:
+            if at == 0 and self.follow and self._storage.size(file.path) is None:
+                self._forget(index)
+                return None
+            if not patient or not error.evidence.get("unreadable"):
+                raise
+            units = (1 if self.format == "parquet" else max(1, file.size)) if at == 0 else self._units(index)
+            self._amend(index, replace(file, bad=error.message, bad_at=at, units=units))
+            return None
+
+    def _check(self, index: int, meta: _Meta) -> _Meta:
+        """Read a file that may turn out to be unreadable only in its midst."""
+        file = self._file(index)
+        patient = self._on_unreadable == "dead_letter"
+        if file.size and file.path.endswith(".gz") and (patient or is_local(file.path)):
+            lines = 0
+            with self._storage.guard(file.path), self._storage.open(file.path) as handle:
+                for chunk in unpacked_chunks(handle):
+                    lines += chunk.count(b"\n")
+            meta = self._metas[index] = replace(meta, rows=float(max(1, lines)))
+        elif self.format == "parquet" and patient:
+            check_parquet(self._storage, file.path, list(self._rows_schema()))
+        self._checked.add(index)
+        return meta
+
+    def _amend(self, index: int, file: _File) -> _File:
+        """Replace what the catalogue says of a file; the next range that touches it logs that."""
+        self._files[index] = file
+        self._amended.add(index)
+        for known in (self._metas, self._cuts):
+            known.pop(index, None)
+        self._checked.discard(index)
+        return file
+
+    def _forget(self, index: int) -> None:
+        """Take a file that went before any range entered it out of the catalogue."""
+        del self._files[index]
+        self._index = {file.path: i for i, file in enumerate(self._files)}
+        for known in (self._metas, self._cuts):
+            for i in [i for i in known if i >= index]:
+                del known[i]
+        self._checked = {i for i in self._checked if i < index}
+        self._amended = {i for i in self._amended if i < index}
 
     def _examine(self, file: _File) -> _Meta:
         if self.format == "parquet":
@@ -315,30 +483,32 @@ class FileSource(Source):
         if file.size == 0:
             return _Meta(units=0, rows=0.0)
         head = self._head(file.path, SAMPLE_BYTES)
-        columns = self._csv_columns(file.path, head) if self.format == "csv" else None
+        columns = self._csv_columns(file.path, head) if self.format == "csv" and head else None
         lines = head.count(b"\n") + (not head.endswith(b"\n"))
         line_bytes = max(1.0, len(head) / max(1, lines))
-        whole = file.path.endswith(".gz")
-        size = file.size * GZIP_RATIO if whole else file.size
-        return _Meta(units=file.size, rows=max(1.0, size / line_bytes), whole=whole, columns=columns)
+        size = file.size * GZIP_RATIO if file.path.endswith(".gz") else file.size
+        return _Meta(units=file.size, rows=max(1.0, size / line_bytes), columns=columns)
 
     def _examine_parquet(self, file: _File) -> _Meta:
         self._storage.check(file.path, file.size)
-        expected, actual = self._rows_schema(), _parquet_schema(self._storage, file.path)
+        expected, actual = self._rows_schema(), parquet_schema(self._storage, file.path)
+        path = pack_path(file.path)
         for name, dtype in expected.items():
             if name not in actual:
                 raise SourceError(
-                    f"{file.path} has no column {name!r} (expected a {dtype}).",
+                    f"{path} has no column {name!r} (expected a {dtype}).",
                     remedy="Take the file away, or declare only the columns all files have: schema={...}.",
-                    path=file.path,
+                    path=path,
                     column=name,
+                    unreadable=True,
                 )
             if actual[name] != dtype:
                 raise SourceError(
-                    f"{file.path}: column {name!r} is a {actual[name]}, not a {dtype}.",
+                    f"{path}: column {name!r} is a {actual[name]}, not a {dtype}.",
                     remedy="Rewrite the file with the right type, or take it away.",
-                    path=file.path,
+                    path=path,
                     column=name,
+                    unreadable=True,
                 )
         rows = parquet_rows(self._storage, file.path)
         return _Meta(units=rows, rows=float(rows))
@@ -350,29 +520,42 @@ class FileSource(Source):
                 head: bytes = unpacked.read(size)
         else:
             head = self._storage.read(path, 0, size)
+        if head.startswith(_UTF16):
+            raise SourceError(
+                f"{pack_path(path)} is UTF-16 text, and Penstock reads UTF-8.",
+                remedy="Convert the file: iconv -f UTF-16 -t UTF-8.",
+                path=pack_path(path),
+                unreadable=True,
+            )
         end = head.rfind(b"\n") + 1
-        return head[:end].removeprefix(_BOM) if end and len(head) == size else head.removeprefix(_BOM)
+        return (head[:end] if end and len(head) == size else head).removeprefix(BOM)
 
     def _csv_columns(self, path: str, head: bytes) -> tuple[str, ...]:
-        first = head.partition(b"\n")[0].decode("utf-8", errors="replace").rstrip("\r")
-        names = next(python_csv.reader([first], delimiter=self._separator), [])
+        ends = self._ends(head)
+        end = head.find(b"\n") + 1 if ends is None else int(ends[0]) if len(ends) else 0
+        first = (head[:end] if end else head).removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", errors="replace")
         declared = self._declared or self._data_schema
+
+        def wrong(what: str, remedy: str) -> SourceError:
+            message = f"{pack_path(path)}: the header {what}; it reads: {first[:200]!r}"
+            return SourceError(message, remedy=remedy, path=pack_path(path), unreadable=True)
+
+        try:
+            names = next(python_csv.reader([first], delimiter=self._separator), [])
+        except python_csv.Error as error:
+            raise wrong(
+                f"cannot be read ({error})", "Lines must end with a line feed, alone or after a carriage return."
+            ) from None
         if not self._header:
             return tuple(declared) if declared else tuple(f"column_{i + 1}" for i in range(len(names)))
         names = [name.strip() for name in names]
         if len(set(names)) != len(names):
-            raise SourceError(
-                f"{path}: the header names a column twice: {first[:200]}",
-                remedy="Correct the header, or give header=False and a schema.",
-                path=path,
-            )
+            raise wrong("names a column twice", "Correct the header, or give header=False and a schema.")
         for name in declared or ():
             if name not in names:
-                raise SourceError(
-                    f"{path}: the header has no column {name!r}; it reads: {first[:200]}",
-                    remedy="Correct the file or the schema; if the file has no header, give header=False.",
-                    path=path,
-                    column=name,
+                raise wrong(
+                    f"has no column {name!r}",
+                    "Correct the file or the schema; if the file has no header, give header=False.",
                 )
         return tuple(names)
 
@@ -381,14 +564,23 @@ class FileSource(Source):
     def open(self, context: SourceContext) -> None:
         self._reset()
         self._rows_schema()
+        orders = [skip for skip in read_skips(context.store, context.source_id) if skip.file is not None]
+        for skip in orders:
+            since = (skip.since["file"], skip.since["at"]) if skip.since else (0, 0)
+            record = None if skip.offset is None else int(skip.offset)
+            self._skips.append(_Skipped(str(skip.file), record, since))
+        self.notices = told(orders)
 
     def remember(self, facts: Sequence[Json]) -> None:
         for fact in facts:
-            if fact["i"] < len(self._files):
-                continue  # the same range was logged again
-            assert fact["i"] == len(self._files), "facts come in order and without gaps"
-            self._index[fact["path"]] = len(self._files)
-            self._files.append(_File(fact["path"], fact["size"]))
+            path, index = unpack_path(fact["path"]), fact["i"]
+            assert index <= len(self._files), "facts come in order and without gaps"
+            file = _File(path, fact["size"], fact.get("rows"), fact.get("bad"), fact.get("bad_at", 0))
+            if index < len(self._files):
+                self._files[index] = file  # the same range was logged again, or a later one knew more
+                continue
+            self._index[path] = index
+            self._files.append(file)
         if facts and not self.follow:
             self._listed = True
 
@@ -399,7 +591,10 @@ class FileSource(Source):
         if self.follow:
             return False
         self._ensure_listed()
-        return all(self._meta(i).units == 0 for i in range(offset["file"], len(self._files)))
+        try:
+            return all(self._units(i) == 0 for i in range(offset["file"], len(self._files)))
+        except SourceError:
+            return False  # the next plan says what is wrong
 
     def plan(self, start: Offset, rows_max: int) -> SourceRange | None:
         self._ensure_listed()
@@ -413,12 +608,25 @@ class FileSource(Source):
                     break
                 looked = True
                 continue
-            meta = self._meta(index)
+            if self._left_out(index, at) is not None:
+                if self._units(index):
+                    end = {"file": index + 1, "at": 0}
+                index, at, rows, files_taken = index + 1, 0, rows + 1, files_taken + 1
+                continue
+            try:
+                meta = self._enter(index, at)
+            except SourceError:
+                if end is None:
+                    raise
+                break  # what comes before it is read first
+            if meta is None:
+                continue
+            whole = self._is_whole(index, at)
             rest = meta.rows * (1 - at / meta.units) if meta.units else 0.0
-            if rest > rows_max - rows and not (meta.whole and end is None):
-                if not meta.whole:
+            if rest > rows_max - rows and not (whole and end is None):
+                if not whole:
                     wanted = at + max(1, int((rows_max - rows) * meta.units / meta.rows))
-                    at = self._align(index, wanted, meta.units)
+                    at = self._align(index, at, wanted, meta.units)
                     index, at = (index + 1, 0) if at >= meta.units else (index, at)
                     end, rows = {"file": index, "at": at}, float(rows_max)
                 break
@@ -455,22 +663,34 @@ class FileSource(Source):
     def _facts(self, start: Offset, end: Offset) -> tuple[Json, ...]:
         if self.follow:
             first = start["file"] + (start["at"] > 0)
-            last = end["file"] + (end["at"] > 0)
+            entered = range(first, end["file"] + (end["at"] > 0))
         else:
-            first, last = (0, len(self._files)) if start == self.initial_offset() else (0, 0)
+            entered = range(len(self._files)) if start == self.initial_offset() else range(0)
+        touched = range(start["file"], end["file"] + (end["at"] > 0))
+        indices = sorted({*entered, *(i for i in self._amended if i in touched)})
         facts = []
-        for i in range(first, last):
-            fact: dict[str, Json] = {"i": i, "path": self._files[i].path, "size": self._files[i].size}
-            if self.format == "parquet" and i in self._metas:
+        for i in indices:
+            file = self._files[i]
+            fact: dict[str, Json] = {"i": i, "path": pack_path(file.path), "size": file.size}
+            if file.units is not None:
+                fact["rows"] = file.units
+            elif self.format == "parquet" and i in self._metas:
                 fact["rows"] = self._metas[i].units
+            if file.bad is not None:
+                fact |= {"bad": file.bad, "bad_at": file.bad_at}
             facts.append(fact)
         return tuple(facts)
 
-    def _align(self, index: int, position: int, limit: int) -> int:
-        """The first place a file may be cut at or after ``position``."""
+    def _align(self, index: int, start: int, position: int, limit: int) -> int:
+        """The first place a file may be cut at or after ``position``. A record begins at ``start``."""
         if self.format == "parquet" or position >= limit:
             return min(position, limit)
         file, at = self._file(index), max(position - 1, 0)
+        if self.format == "csv" and self._multiline:
+            if index not in self._cuts:
+                self._cuts[index] = CsvCuts(lambda a, b: self._storage.read(file.path, a, b), self._separator)
+            self._cuts[index].know(start)
+            return self._cuts[index].first_from(position, limit)
         while at < limit:
             chunk = self._storage.read(file.path, at, min(at + SAMPLE_BYTES, limit))
             if not chunk:
@@ -485,7 +705,7 @@ class FileSource(Source):
         pieces: list[tuple[int, int, int]] = []
         for i in range(start["file"], end["file"] + (end["at"] > 0)):
             first = start["at"] if i == start["file"] else 0
-            last = end["at"] if i == end["file"] else self._meta(i).units
+            last = end["at"] if i == end["file"] else self._units(i)
             if last > first:
                 pieces.append((i, first, last))
         groups = self._cut(pieces, parallelism)
@@ -493,7 +713,8 @@ class FileSource(Source):
 
     def _cut(self, pieces: list[tuple[int, int, int]], parallelism: int) -> list[list[tuple[int, int, int]]]:
         """Share out pieces in order: a cut at every 1/parallelism of the weight, moved to where the file allows one."""
-        weights = [self._meta(i).weight if self._meta(i).whole else b - a for i, a, b in pieces]
+        whole = [self._is_whole(i, first) for i, first, _ in pieces]
+        weights = [(b - a) * GZIP_RATIO if w else b - a for (_, a, b), w in zip(pieces, whole, strict=True)]
         total = sum(weights)
         targets = [total * k / parallelism for k in range(1, parallelism)]
         groups: list[list[tuple[int, int, int]]] = [[]]
@@ -503,11 +724,11 @@ class FileSource(Source):
             if groups[-1]:
                 groups.append([])
 
-        for (i, first, last), weight in zip(pieces, weights, strict=True):
+        for (i, first, last), weight, uncut in zip(pieces, weights, whole, strict=True):
             stop = bisect_left(targets, done + weight)
             inside = targets[next_target:stop]
             next_target = stop
-            if self._meta(i).whole:
+            if uncut:
                 before = [t for t in inside if t - done < weight / 2]
                 if before:
                     new_group()
@@ -517,7 +738,7 @@ class FileSource(Source):
             else:
                 at = first
                 for target in inside:
-                    cut = self._align(i, first + int(target - done), last)
+                    cut = self._align(i, at, first + int(target - done), last)
                     if cut > at:
                         groups[-1].append((i, at, cut))
                         at = cut
@@ -530,18 +751,34 @@ class FileSource(Source):
         return groups
 
     def _piece(self, index: int, first: int, last: int) -> dict[str, Json]:
-        file, meta = self._file(index), self._meta(index)
-        piece: dict[str, Json] = {"path": file.path, "size": file.size, "from": first, "to": last}
-        if meta.columns is not None:
-            piece["columns"] = list(meta.columns)
+        file = self._file(index)
+        path = pack_path(file.path)
+        piece: dict[str, Json] = {"path": path, "size": file.size, "from": first, "to": last}
+        if (reason := self._left_out(index, first)) is not None:
+            return {**piece, "out": reason}
+        columns = self._meta(index).columns if self.format == "csv" else None
+        if columns is not None:
+            piece["columns"] = list(columns)
+        records = [
+            skip.record
+            for skip in self._skips
+            if skip.record is not None and skip.path == path and (index, first) >= skip.since
+        ]
+        if records:
+            inside = [r for r in records if path.endswith(".gz") or first <= r < last]
+            piece["skip"] = inside
         return piece
 
     def committed(self, end: Offset) -> None:
-        for index in [i for i in self._metas if i < end["file"]]:
-            del self._metas[index]
+        for known in (self._metas, self._cuts):
+            for index in [i for i in known if i < end["file"]]:
+                del known[index]
+        self._checked = {i for i in self._checked if i >= end["file"]}
+        self._amended = {i for i in self._amended if i >= end["file"]}
 
     def close(self) -> None:
         self._metas.clear()
+        self._cuts.clear()
 
     def describe(self) -> str:
         return f"{self.format} files {self._patterns_text()}" + (" (followed)" if self.follow else "")
@@ -551,251 +788,52 @@ class FileSource(Source):
     def read(self, source_id: str, split: Split) -> ReadResult:
         frames: list[pl.DataFrame] = []
         bad: list[BadRecord] = []
+        set_aside: list[BadRecord] = []
         for piece in split["pieces"]:
-            self._storage.check(piece["path"], piece["size"])
-            frame, failed = self._read_piece(piece)
-            bad.extend(BadRecord(source_id, f"{piece['path']}:{at}", reason, clip(raw)) for at, reason, raw in failed)
+            path, shown = unpack_path(piece["path"]), piece["path"]
+            if "out" in piece:
+                set_aside.append(BadRecord(source_id, f"{shown}:{piece['from']}", piece["out"], ""))
+                continue
+            self._storage.check(path, piece["size"])
+            frame, failed = self._read_piece(path, piece)
+            for at, reason, raw in failed:
+                letter = BadRecord(source_id, f"{shown}:{at}", reason, clip(raw))
+                (set_aside if reason == REASON else bad).append(letter)
             if self._path_column:
-                frame = frame.with_columns(pl.lit(piece["path"]).alias("path"))
+                frame = frame.with_columns(pl.lit(shown).alias("path"))
             frames.append(frame)
         schema = self.schema()
-        return ReadResult(pl.concat(frames) if frames else pl.DataFrame(schema=schema), tuple(bad))
+        rows = pl.concat(frames) if frames else pl.DataFrame(schema=schema)
+        return ReadResult(rows, tuple(bad), set_aside=tuple(set_aside))
 
-    def _read_piece(self, piece: Mapping[str, Json]) -> tuple[pl.DataFrame, list[Failure]]:
-        path, first, last = piece["path"], piece["from"], piece["to"]
+    def _read_piece(self, path: str, piece: Mapping[str, Json]) -> tuple[pl.DataFrame, list[Failure]]:
+        first, last = piece["from"], piece["to"]
         schema = self._rows_schema()
+        skipped = piece.get("skip", [])
         if self.format == "parquet":
-            return read_parquet_rows(self._storage, path, first, last, list(schema)), []
+            frame = read_parquet_rows(self._storage, path, first, last, list(schema))
+            frame, letters = leave_out_rows(frame, [r - first for r in skipped], "", lambda row: str(first + row))
+            return frame, [(int(letter.offset), letter.reason, letter.raw) for letter in letters]
         data = self._unpack(path) if path.endswith(".gz") else self._storage.read(path, first, last)
-        if first == 0 and data.startswith(_BOM):
-            data, first = data[3:], 3
+        if piece["from"] == 0 and data.startswith(BOM):
+            data, first = data[len(BOM) :], first + len(BOM)
+        ends = self._ends(data)
         if self.format == "csv" and piece["from"] == 0 and self._header:
-            end = data.find(b"\n") + 1 or len(data)
-            data, first = data[end:], first + end
-        lines = Lines(data, first)
+            header = data.find(b"\n") + 1 if ends is None else int(ends[0]) if len(ends) else 0
+            header = header or len(data)
+            data, first = data[header:], first + header
+            ends = None if ends is None else ends[1:] - header
+        lines = Lines(data, first, ends)
+        lines.leave_out(skipped, REASON)
         if self.format == "text":
             return pl.DataFrame({"line": lines.text}), lines.failed
         if self.format == "csv":
-            return _read_csv(lines, tuple(piece["columns"]), schema, self._separator)
-        return _read_jsonl(lines, schema)
+            return read_csv(lines, tuple(piece.get("columns", ())), schema, self._separator)
+        return read_jsonl(lines, schema)
 
     def _unpack(self, path: str) -> bytes:
-        with self._storage.guard(path):
-            packed = self._storage.read(path, 0, None)
-            return gzip.decompress(packed)
-
-
-# ---------------------------------------------------------------- lines
-
-Failure = tuple[int, str, bytes | str]
-"""Byte offset, reason, raw record."""
-
-
-class Lines:
-    """The lines of a piece of a file, without their ends, as a polars Series; those that are not UTF-8 apart.
-
-    The Arrow offsets are the positions of the line ends, so the text is never touched line by line.
-    """
-
-    def __init__(self, data: bytes, base: int) -> None:
-        self.data = data
-        self.failed: list[Failure] = []
-        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 10) + 1
-        tail = [len(data)] if data and not data.endswith(b"\n") else []
-        bounds = np.concatenate(([0], ends, tail)).astype(np.int64)
-        self.starts = bounds[:-1] + base
-        """Byte offset in the file of each line."""
-        try:
-            data.decode("utf-8")
-        except UnicodeDecodeError:
-            bounds = self._drop_undecodable(bounds, base)
-        self.whole = not self.failed
-        """True when ``data`` is exactly these lines."""
-        array = pa.LargeStringArray.from_buffers(len(bounds) - 1, pa.py_buffer(bounds), pa.py_buffer(self.data))
-        text = pl.Series("line", array, dtype=pl.String).str.strip_suffix("\n")
-        self.text = text.str.strip_suffix("\r") if b"\r" in self.data else text
-
-    def _drop_undecodable(self, bounds: np.ndarray[Any, Any], base: int) -> np.ndarray[Any, Any]:
-        good: list[bytes] = []
-        keep: list[int] = []
-        for i, (first, last) in enumerate(pairwise(bounds.tolist())):
-            line = self.data[first:last]
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                self.failed.append((first + base, f"not UTF-8 (byte {error.start} of the line)", line.rstrip(b"\r\n")))
-            else:
-                good.append(line)
-                keep.append(i)
-        self.starts = self.starts[keep]
-        self.data = b"".join(good)
-        return np.concatenate(([0], np.cumsum([len(line) for line in good]))).astype(np.int64)
-
-    def select(self, mask: pl.Series) -> None:
-        """Keep some of the lines."""
-        self.text = self.text.filter(mask)
-        self.starts = self.starts[mask.to_numpy()]
-        self.whole = False
-
-    def drop_blank(self) -> None:
-        filled = self.text.str.strip_chars().str.len_bytes() > 0
-        if not filled.all():
-            self.select(filled)
-
-    def joined(self) -> bytes:
-        if self.whole:
-            return self.data
-        return "\n".join(self.text.to_list()).encode()
-
-
-def _csv_strings(
-    lines: Lines, columns: Sequence[str], wanted: Sequence[str], separator: str
-) -> tuple[pl.DataFrame, list[Failure]]:
-    """Fields as strings. A line is checked for its shape first, so that the parser proper meets only good ones."""
-    lines.drop_blank()
-    failed: list[Failure] = []
-    text = lines.text
-    fields = text.str.count_matches(separator, literal=True)
-    quoted = text.str.contains('"', literal=True)
-    well_formed = pl.Series([True]).new_from_index(0, len(text))
-    if quoted.any():
-        sep = pl.escape_regex(separator)
-        field = rf'(?:"(?:[^"]|"")*"|[^"{sep}]*)'
-        well_formed = ~quoted | text.str.contains(rf"^{field}(?:{sep}{field})*$")
-        bare = text.str.replace_all(r'"(?:[^"]|"")*"', "").str.count_matches(separator, literal=True)
-        fields = pl.select(pl.when(quoted).then(bare).otherwise(fields)).to_series()
-    good = well_formed & (fields == len(columns) - 1)
-    if not good.all():
-        for row in (~good).arg_true().to_list():
-            reason = f"{fields[row] + 1} fields, expected {len(columns)}" if well_formed[row] else "misplaced quotes"
-            failed.append((int(lines.starts[row]), reason, text[row]))
-        lines.select(good)
-    if not len(lines.text):
-        return pl.DataFrame(schema=dict.fromkeys(wanted, pl.String)), failed
-    frame = pl.read_csv(
-        lines.joined(),
-        has_header=False,
-        schema=dict.fromkeys(columns, pl.String),
-        columns=[i for i, name in enumerate(columns) if name in wanted],
-        separator=separator,
-    )
-    assert frame.height == len(lines.text), "a well-formed line is one row"
-    return frame.select(wanted), failed
-
-
-def _read_csv(
-    lines: Lines, columns: Sequence[str], schema: pl.Schema, separator: str
-) -> tuple[pl.DataFrame, list[Failure]]:
-    frame, failed = _csv_strings(lines, columns, list(schema), separator)
-    parsed, misfits = parse_strings(frame, schema)
-    failed = lines.failed + failed + [(int(lines.starts[row]), reason, lines.text[row]) for row, reason in misfits]
-    return parsed, sorted(failed, key=lambda f: f[0])
-
-
-def _read_jsonl(lines: Lines, schema: pl.Schema) -> tuple[pl.DataFrame, list[Failure]]:
-    # Dates and times are strings in JSON: they go the same way as in CSV.
-    raw_schema = pl.Schema({n: pl.String() if t.is_temporal() else t for n, t in schema.items()})
-    lines.drop_blank()
-    failed = list(lines.failed)
-    starts, text = lines.starts, lines.text
-
-    def parse(data: bytes) -> pl.DataFrame:
-        return pl.read_ndjson(data, schema=raw_schema).select(list(raw_schema))
-
-    try:
-        frame = parse(lines.joined()) if len(text) else pl.DataFrame(schema=raw_schema)
-        if frame.height != len(text):
-            raise ValueError("some lines are not one row")
-    except Exception:
-        items = text.to_list()
-        frame, kept, bad = salvage(items, lambda part: parse("\n".join(part).encode()), raw_schema)
-        failed += [(int(starts[i]), _json_reason(reason), items[i]) for i, reason in bad]
-        starts, text = starts[kept], text.gather(kept)
-    parsed, misfits = parse_strings(frame, schema)
-    failed += [(int(starts[row]), reason, text[row]) for row, reason in misfits]
-    return parsed, sorted(failed, key=lambda f: f[0])
-
-
-def _json_reason(reason: str) -> str:
-    return "not a JSON object: " + reason if "expected to contain JSON object" in reason else reason
-
-
-def _infer_jsonl(head: bytes) -> dict[str, pl.DataType]:
-    good = []
-    for line in head.splitlines():
-        try:
-            if isinstance(json.loads(line), dict):
-                good.append(line)
-        except ValueError:
-            continue
-    if not good:
-        return {}
-    frame = pl.read_ndjson(b"\n".join(good), infer_schema_length=None)
-    return {n: pl.String() if isinstance(t, pl.Null) else t for n, t in frame.schema.items()}
-
-
-def _infer_strings(text: pl.Series) -> pl.DataType:
-    """The first type all strings parse to. Tried with our own parser, so that inference and reading cannot disagree."""
-    if text.null_count() == len(text):
-        return pl.String()
-    for dtype in (pl.Int64(), pl.Float64(), pl.Boolean(), pl.Date(), pl.Datetime("us")):
-        if not parse_strings(text.to_frame(), pl.Schema({text.name: dtype}))[1]:
-            return dtype
-    return pl.String()
-
-
-# ---------------------------------------------------------------- Parquet
-
-
-def read_parquet_rows(storage: Storage, path: str, first: int, last: int, columns: list[str]) -> pl.DataFrame:
-    """Rows ``first .. last-1``. Only the row groups that hold them are read."""
-    with storage.guard(path):
-        if is_local(path):
-            # glob and hive off: a name is a name, even when it is "epoch=12/part-[0].parquet".
-            scan = pl.scan_parquet(path, glob=False, hive_partitioning=False)
-            return scan.select(columns).slice(first, last - first).collect()
-        with storage.open(path) as handle:
-            file = pq.ParquetFile(handle)
-            groups, skipped, position = [], 0, 0
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if position + rows <= first:
-                    skipped += rows
-                elif position < last:
-                    groups.append(group)
-                position += rows
-            table = file.read_row_groups(groups, columns=columns, use_threads=False)
-        frame = pl.from_arrow(table.slice(first - skipped, last - first))
-        assert isinstance(frame, pl.DataFrame)
-        return frame.select(columns)
-
-
-def parquet_rows(storage: Storage, path: str) -> int:
-    with storage.guard(path), storage.open(path) as handle:
-        return int(pq.read_metadata(handle).num_rows)
-
-
-def _parquet_schema(storage: Storage, path: str) -> pl.Schema:
-    with storage.guard(path):
-        if is_local(path):
-            return pl.Schema(pl.read_parquet_schema(path))
-        with storage.open(path) as handle:
-            frame = pl.from_arrow(pq.read_schema(handle).empty_table())
-            assert isinstance(frame, pl.DataFrame)
-            return frame.schema
-
-
-# ---------------------------------------------------------------- where files are
-
-
-def is_local(path: str) -> bool:
-    return "://" not in path
-
-
-def _absolute(pattern: str) -> str:
-    """Workers may run in another directory."""
-    pattern = pattern.removeprefix("file://")
-    return os.path.abspath(os.path.expanduser(pattern)) if is_local(pattern) else pattern
+        with self._storage.guard(path), self._storage.open(path) as handle:
+            return b"".join(unpacked_chunks(handle))
 
 
 def _check_format(format: str) -> str:
@@ -808,121 +846,4 @@ def _check_format(format: str) -> str:
     return name
 
 
-class Storage:
-    """The few things asked of a file system. Plain calls for local paths, fsspec for the rest."""
-
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        self.options = dict(options or {})
-
-    def _fs(self, path: str) -> tuple[Any, str]:
-        import fsspec
-
-        try:
-            fs, inner = fsspec.core.url_to_fs(path, **self.options)
-        except (ImportError, ValueError) as error:
-            raise SourceError(
-                f"The address {path} cannot be opened: {error}",
-                remedy="Install the fsspec package it needs.",
-                path=path,
-            ) from error
-        return fs, str(inner)
-
-    def list(self, pattern: str, known: Container[str] = ()) -> Iterator[_File]:
-        """The files a path, glob or directory stands for, in no special order, but for those known. A source looks for
-        new ones all the time, and must not look at each of the old ones again: they never change."""
-        if not is_local(pattern):
-            yield from (file for file in self._list_remote(pattern) if file.path not in known)
-            return
-        for found in glob.iglob(glob.escape(pattern) if os.path.exists(pattern) else pattern, recursive=True):
-            if found in known:
-                continue
-            if os.path.isdir(found):
-                for folder, subfolders, names in os.walk(found):
-                    subfolders[:] = [s for s in subfolders if not _ignored(s)]
-                    paths = (os.path.join(folder, n) for n in names if not _ignored(n))
-                    yield from _stat_all(path for path in paths if path not in known)
-            elif not _ignored(os.path.basename(found)):
-                yield from _stat_all([found])
-
-    def _list_remote(self, pattern: str) -> Iterator[_File]:
-        fs, inner = self._fs(pattern)
-        with self.guard(pattern):
-            fs.invalidate_cache()
-            roots = fs.glob(inner) if glob.has_magic(inner) else [inner]
-            for root in roots:
-                if not fs.exists(root):
-                    continue
-                base = str(root).rstrip("/")
-                for name, info in fs.find(base, detail=True).items():
-                    below = name[len(base) :].strip("/") or name.rpartition("/")[2]
-                    if not any(_ignored(part) for part in below.split("/")):
-                        yield _File(fs.unstrip_protocol(name), int(info["size"]))
-
-    def check(self, path: str, size: int) -> None:
-        """Refuse a file that is not what it was when its range was logged."""
-        try:
-            if is_local(path):
-                now = os.stat(path).st_size
-            else:
-                fs, inner = self._fs(path)
-                now = int(fs.size(inner))
-        except FileNotFoundError:
-            raise SourceError(
-                f"{path} is gone, but the log says it is part of the input.",
-                remedy="Put the file back as it was, or start with a new checkpoint directory.",
-                path=path,
-            ) from None
-        if now != size:
-            raise SourceError(
-                f"{path} has {now} bytes now and had {size} when it was first seen: visible files must not change.",
-                remedy="Put the old content back. Write new content to other files elsewhere and rename them here.",
-                path=path,
-            )
-
-    def open(self, path: str) -> Any:
-        if is_local(path):
-            return open(path, "rb")
-        fs, inner = self._fs(path)
-        return fs.open(inner, "rb")
-
-    def read(self, path: str, first: int, last: int | None) -> bytes:
-        with self.guard(path), self.open(path) as handle:
-            handle.seek(first)
-            return bytes(handle.read() if last is None else handle.read(last - first))
-
-    def guard(self, path: str) -> _Guard:
-        return _Guard(path)
-
-
-class _Guard:
-    """Turns what the world throws while a file is read into a SourceError with its path."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FileNotFoundError):
-            remedy = "Put the file back as it was, or start with a new checkpoint directory."
-        elif isinstance(error, PermissionError):
-            remedy = "Give the user that runs the job (and its executors) the right to read it."
-        elif isinstance(error, OSError | EOFError | zlib.error | pa.ArrowException | pl.exceptions.PolarsError):
-            remedy = "Check that the file is complete and of the format the source expects."
-        else:
-            return
-        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SourceError(f"{self.path} cannot be read: {detail}", remedy=remedy, path=self.path) from error
-
-
-def _ignored(name: str) -> bool:
-    return name.startswith(("_", ".")) or name.endswith(".tmp")
-
-
-def _stat_all(paths: Any) -> Iterator[_File]:
-    for path in paths:
-        try:
-            yield _File(path, os.stat(path).st_size)
-        except FileNotFoundError:
-            continue  # renamed between listing and looking: not visible, then
+__all__ = ["FileSource", "files"]

@@ -21,6 +21,7 @@ import polars as pl
 
 from penstock.connectors.base import Backlog, Offset, ReadResult, Source, SourceContext, SourceRange, Split
 from penstock.connectors.rows import SchemaSpec, polars_schema
+from penstock.connectors.skips import leave_out_rows, read_record_skips
 from penstock.errors import FlowError, UserCodeError
 
 BLOCK_ROWS = 8192
@@ -89,6 +90,8 @@ class _NumberedSource(Source):
         self._clock: Callable[[], float] | None = clock
         self._opened_at: float | None = None
         self._resumed_at: int | None = None
+        self._skipped: list[int] = []
+        self.notices: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_clock": None}
@@ -99,6 +102,8 @@ class _NumberedSource(Source):
     def open(self, context: SourceContext) -> None:
         assert self._clock is not None, "opened on the driver, where the clock is"
         self._opened_at, self._resumed_at = self._clock(), None
+        skipped, self.notices = read_record_skips(context)
+        self._skipped = [int(row) for row in skipped]
 
     def exhausted(self, offset: Offset) -> bool:
         return self.rows is not None and offset["row"] >= self.rows
@@ -137,7 +142,17 @@ class _NumberedSource(Source):
         grain = BLOCK_ROWS if last - first >= 2 * parallelism * BLOCK_ROWS else 1
         inner = {round((first + (last - first) * k / parallelism) / grain) * grain for k in range(1, parallelism)}
         cuts = [first, *sorted(c for c in inner if first < c < last), last]
-        return [{"first": a, "last": b} for a, b in pairwise(cuts)]
+        splits: list[Split] = [{"first": a, "last": b} for a, b in pairwise(cuts)]
+        if self._skipped:
+            for split in splits:
+                split["skip"] = [row for row in self._skipped if split["first"] <= row < split["last"]]
+        return splits
+
+    def _result(self, source_id: str, split: Split, frame: pl.DataFrame) -> ReadResult:
+        first = split["first"]
+        rows = [row - first for row in split.get("skip", ())]
+        frame, letters = leave_out_rows(frame, rows, source_id, lambda row: str(first + row))
+        return ReadResult(frame, set_aside=tuple(letters))
 
     def _rng(self, block: int) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, block])))
@@ -176,7 +191,7 @@ class GeneratorSource(_NumberedSource):
             base = block * BLOCK_ROWS
             frame = self._call(source_id, block)
             frames.append(frame.slice(max(first - base, 0), min(last - base, BLOCK_ROWS) - max(first - base, 0)))
-        return ReadResult(pl.concat(frames) if frames else pl.DataFrame(schema=self.schema()))
+        return self._result(source_id, split, pl.concat(frames) if frames else pl.DataFrame(schema=self.schema()))
 
     def _call(self, source_id: str, block: int) -> pl.DataFrame:
         first, rng = block * BLOCK_ROWS, self._rng(block)
@@ -257,7 +272,7 @@ class WordSource(_NumberedSource):
                 "ts": pl.Series(at.astype(np.int64) + self._start_us).cast(pl.Datetime("us")),
             }
         )
-        return ReadResult(frame)
+        return self._result(source_id, split, frame)
 
     def describe(self) -> str:
         size = self.vocabulary if isinstance(self.vocabulary, int) else len(self.vocabulary)

@@ -66,7 +66,7 @@ class PunctuatedSource(Source):
             for n in timeless["__n"]
         )
         marks = tuple(zip(before.to_list(), times.to_list(), strict=True))
-        return ReadResult(rows.drop("__n", "__when"), (*result.bad, *bad), marks)
+        return ReadResult(rows.drop("__n", "__when"), (*result.bad, *bad), marks, result.set_aside)
 
     def backlog(self, offset: Offset) -> Backlog:
         return self.inner.backlog(offset)

@@ -25,6 +25,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import polars as pl
@@ -40,10 +41,11 @@ from penstock.connectors.base import (
     SourceRange,
     Split,
 )
-from penstock.connectors.files import Lines, _read_jsonl
+from penstock.connectors.lines import Lines, read_jsonl
 from penstock.connectors.retrying import RetryingStore
 from penstock.connectors.rows import SchemaSpec, clip, parsable, polars_schema, rows_frame, salvage
 from penstock.connectors.scratch import Scratch, open_scratch
+from penstock.connectors.skips import leave_out_rows, read_record_skips
 from penstock.connectors.spool import Bad, Batch, Spool, SpoolClosed, cut, decode_segment, folder_of
 from penstock.connectors.store import FsspecStore
 from penstock.errors import FlowError, SourceError
@@ -81,6 +83,7 @@ class PushSource(Source):
         self._temporary: Scratch | None = None
         self._closing = threading.Event()
         self.notices: list[str] = []
+        self._skipped: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers need to know the columns, and nothing of threads and sockets."""
@@ -105,6 +108,8 @@ class PushSource(Source):
 
     def open(self, context: SourceContext) -> None:
         self._reset()
+        self._skipped, said = read_record_skips(context)
+        self.notices += said
         url, store = context.checkpoint, context.store
         if url is None:
             self._temporary = open_scratch("spool")
@@ -156,6 +161,8 @@ class PushSource(Source):
             out.append({"store": self._url, "pieces": named, "bad": []})
         # All that were no rows go with the first split: which epoch has them must not depend on the parallelism.
         out[0]["bad"] = [name for name, _, _, bad in pieces if bad]
+        for split in out:
+            split["skip"] = self._skipped
         return out
 
     def committed(self, end: Offset) -> None:
@@ -175,6 +182,8 @@ class PushSource(Source):
     def read(self, source_id: str, split: Mapping[str, Json]) -> ReadResult:
         frames = [pl.DataFrame(schema=self._schema)]
         bad: list[BadRecord] = []
+        set_aside: list[BadRecord] = []
+        skipped = {tuple(place.split(":", 1)) for place in split.get("skip", ())}
         store = _stores.setdefault(split["store"], RetryingStore(FsspecStore(split["store"])))
 
         def segment(name: str) -> tuple[pl.DataFrame, dict[str, Any]]:
@@ -189,12 +198,27 @@ class PushSource(Source):
 
         for piece in split["pieces"]:
             frame, _ = segment(piece["name"])
-            frames.append(frame.slice(piece["from"], piece["to"] - piece["from"]).cast(self._schema))
+            frame = frame.slice(piece["from"], piece["to"] - piece["from"]).cast(self._schema)
+            number, first = _number(piece["name"]), piece["from"]
+            rows = [int(row) - first for n, row in skipped if n == number and row.isdecimal()]
+            frame, letters = leave_out_rows(frame, rows, source_id, partial(_place, number, first))
+            frames.append(frame)
+            set_aside += letters
         for name in split["bad"]:
-            number = name.rpartition("/")[2].removesuffix(".arrow")
+            number = _number(name)
             for i, (reason, raw) in enumerate(segment(name)[1]["bad"]):
-                bad.append(BadRecord(source_id, f"{int(number)}:{i}", reason, raw))
-        return ReadResult(pl.concat(frames), tuple(bad))
+                letter = BadRecord(source_id, f"{number}:bad{i}", reason, raw)
+                (set_aside if (number, f"bad{i}") in skipped else bad).append(letter)
+        return ReadResult(pl.concat(frames), tuple(bad), set_aside=tuple(set_aside))
+
+
+def _number(segment: str) -> str:
+    """The number of a segment, as offsets show it."""
+    return str(int(segment.rpartition("/")[2].removesuffix(".arrow")))
+
+
+def _place(number: str, first: int, row: int) -> str:
+    return f"{number}:{first + row}"
 
 
 # ---------------------------------------------------------------- text to rows
@@ -226,7 +250,7 @@ def parse_records(data: bytes, format: str, schema: pl.Schema) -> tuple[pl.DataF
     """Lines to rows, and those that are none. Blank lines are nothing at all."""
     lines = Lines(data, 0)
     if format == "jsonl":
-        frame, failed = _read_jsonl(lines, schema)
+        frame, failed = read_jsonl(lines, schema)
     else:
         lines.drop_blank()
         frame, failed = pl.DataFrame({"line": lines.text}, schema=schema), lines.failed

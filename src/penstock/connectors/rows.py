@@ -133,6 +133,10 @@ def parse_strings(frame: pl.DataFrame, schema: pl.Schema) -> tuple[pl.DataFrame,
             rows = (value.is_null() & (text.str.strip_chars().str.len_bytes() > 0)).arg_true()
             for row, raw in zip(rows.to_list(), text.gather(rows).to_list(), strict=True):
                 failed.setdefault(row, f"column {name!r}: {clip(raw)[:80]!r} is not a {dtype}")
+        if dtype.is_float() and (endless := value.is_infinite()).any():
+            rows = (endless & ~text.str.to_lowercase().str.contains("inf", literal=True)).arg_true()
+            for row, raw in zip(rows.to_list(), text.gather(rows).to_list(), strict=True):
+                failed.setdefault(row, f"column {name!r}: {clip(raw)[:80]!r} is too large for a {dtype}")
     parsed = pl.DataFrame(columns)
     if failed:
         keep = pl.Series([True]).new_from_index(0, parsed.height).scatter(sorted(failed), False)

@@ -23,7 +23,7 @@ import pickle
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -43,6 +43,7 @@ from penstock.connectors.base import (
 )
 from penstock.connectors.rows import clip, polars_schema, rows_frame, salvage
 from penstock.connectors.scratch import Scratch, open_scratch
+from penstock.connectors.skips import REASON, read_record_skips
 from penstock.connectors.spool import cut, folder_of
 from penstock.errors import FlowError, SourceError
 
@@ -165,6 +166,11 @@ class _ReaderBase(Source):
     def __init__(self, reader: Any, schema: pl.Schema) -> None:
         self._reader = reader
         self._schema = schema
+        self._skipped: list[str] = []
+        self.notices: list[str] = []
+
+    def open(self, context: SourceContext) -> None:
+        self._skipped, self.notices = read_record_skips(context)
 
     def schema(self) -> pl.Schema:
         return self._schema
@@ -194,10 +200,12 @@ class _ReaderBase(Source):
                 cause=repr(error),
             ) from error
 
-    def _fit(self, source_id: str, place: str, items: Iterable[Any]) -> ReadResult:
-        """Tuples, Rows or RecordBatches to a frame of the schema."""
+    def _fit(self, source_id: str, place: str, items: Iterable[Any], skipped: Iterable[str] = ()) -> ReadResult:
+        """Tuples, Rows or RecordBatches to a frame of the schema. A record's place is ``place`` and its number."""
         frames: list[pl.DataFrame] = []
         bad: list[BadRecord] = []
+        set_aside: list[BadRecord] = []
+        orders = frozenset(skipped)
         rows: list[Any] = []
         seen = 0
 
@@ -211,15 +219,26 @@ class _ReaderBase(Source):
         for item in items:
             if isinstance(item, pa.RecordBatch | pa.Table):
                 flush()
-                frame, failed = _fit_batch(item, self._schema)
-                bad.extend(BadRecord(source_id, f"{place}:{seen + i}", why, clip(raw)) for i, why, raw in failed)
+                rows_of = [i for i in range(item.num_rows) if f"{place}:{seen + i}" in orders] if orders else []
+                kept: Sequence[int] = range(item.num_rows)
+                if rows_of:
+                    kept = [i for i in kept if i not in rows_of]
+                for i in rows_of:
+                    raw = repr(item.slice(i, 1).to_pylist()[0])
+                    set_aside.append(BadRecord(source_id, f"{place}:{seen + i}", REASON, clip(raw)))
+                frame, failed = _fit_batch(item.take(kept) if rows_of else item, self._schema)
+                bad.extend(BadRecord(source_id, f"{place}:{seen + kept[i]}", why, clip(raw)) for i, why, raw in failed)
                 frames.append(frame)
                 seen += item.num_rows
+            elif orders and f"{place}:{seen}" in orders:
+                flush()
+                set_aside.append(BadRecord(source_id, f"{place}:{seen}", REASON, clip(repr(item))))
+                seen += 1
             else:
                 rows.append(item)
                 seen += 1
         flush()
-        return ReadResult(pl.concat(frames), tuple(bad))
+        return ReadResult(pl.concat(frames), tuple(bad), set_aside=tuple(set_aside))
 
 
 def _drain(method: Callable[..., Iterable[Any]], *args: Any) -> list[Any]:
@@ -294,18 +313,20 @@ class ReaderSource(_ReaderBase):
         count = max(1, min(parallelism, len(packed)))
         cuts = [round(len(packed) * k / count) for k in range(count + 1)]
         place = json.dumps(end, sort_keys=True)
-        return [{"first": a, "partitions": packed[a:b], "end": place} for a, b in pairwise(cuts)]
+        return [{"first": a, "partitions": packed[a:b], "end": place, "skip": self._skipped} for a, b in pairwise(cuts)]
 
     def read(self, source_id: str, split: Split) -> ReadResult:
         frames = [pl.DataFrame(schema=self._schema)]
         bad: list[BadRecord] = []
+        set_aside: list[BadRecord] = []
         for i, packed in enumerate(split["partitions"], split["first"]):
             partition = pickle.loads(base64.b64decode(packed))
             items = self._call(_drain, self._reader.read, partition)
-            result = self._fit(source_id, f"{split['end']}:{i}", items)
+            result = self._fit(source_id, f"{split['end']}:{i}", items, split.get("skip", ()))
             frames.append(result.frame)
             bad.extend(result.bad)
-        return ReadResult(pl.concat(frames), tuple(bad))
+            set_aside.extend(result.set_aside)
+        return ReadResult(pl.concat(frames), tuple(bad), set_aside=tuple(set_aside))
 
 
 def _distance(start: Offset, end: Offset) -> int:
@@ -330,11 +351,11 @@ class SimpleReaderSource(_ReaderBase):
         return SourceRange(dict(start), dict(end), sum(1 for _ in rows))
 
     def splits(self, start: Offset, end: Offset, parallelism: int) -> list[Split]:
-        return [{"start": dict(start), "end": dict(end)}]
+        return [{"start": dict(start), "end": dict(end), "skip": self._skipped}]
 
     def read(self, source_id: str, split: Split) -> ReadResult:
         items = self._call(_drain, self._reader.readBetweenOffsets, split["start"], split["end"])
-        return self._fit(source_id, json.dumps(split["end"], sort_keys=True), items)
+        return self._fit(source_id, json.dumps(split["end"], sort_keys=True), items, split.get("skip", ()))
 
 
 # ---------------------------------------------------------------- streaming DataFrames

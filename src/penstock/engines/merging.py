@@ -21,6 +21,7 @@ import penstock
 from penstock.errors import PenstockError
 from penstock.state.checkpoint import CompactionTask, DeltaFile, merge_frames
 from penstock.state.codec import checksum, decode, encode, select_slices
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import Store
 
 NICENESS = 10

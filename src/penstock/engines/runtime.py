@@ -35,6 +35,7 @@ from penstock import errors
 from penstock.config import Config
 from penstock.connectors.base import Sink, SinkContext, SourceContext, SourceRange
 from penstock.connectors.sinks import encode as encode_rows
+from penstock.connectors.skips import read_skips, told
 from penstock.control.controller import Controller
 from penstock.control.events import (
     CancelAll,
@@ -375,7 +376,7 @@ class Runtime:
         self.journal.begin(
             self.controller,
             start=self.first_attempt // ATTEMPTS_PER_START,
-            facts={"job": job_id, "flow": self.plan.graph.name, "engine": self.engine.name},
+            facts={"job": job_id, "flow": self.plan.graph.name, "engine": self.engine.name, **self._left_out()},
         )
         self.post(
             Started(
@@ -405,6 +406,11 @@ class Runtime:
             grows=c.instances is None,
             schedule=c.schedule,
         )
+
+    def _left_out(self) -> dict[str, list[str]]:
+        """For the journal: what the sources leave out by orders of ``penstock skip``."""
+        said = told(skip for id in self.plan.sources for skip in read_skips(self.store, id))
+        return {"skips": said} if said else {}
 
     def _job_id(self) -> str:
         try:

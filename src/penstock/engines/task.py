@@ -397,9 +397,9 @@ class Worker:
                 reason=bad.reason,
                 raw=bad.raw,
             )
-        context.dead.extend((b.source, b.offset, b.reason, b.raw) for b in result.bad)
+        context.dead.extend((b.source, b.offset, b.reason, b.raw) for b in (*result.set_aside, *result.bad))
         rows = result.frame.height
-        report.rows_in = rows + len(result.bad)
+        report.rows_in = rows + len(result.set_aside) + len(result.bad)
         report.by_operator[stage.root.id] = (report.rows_in, rows, (time.perf_counter() - began) * 1000)
         frame = result.frame
         if stage.source.punctuated:

@@ -167,7 +167,8 @@ class Teller:
         self.attempt = event.attempt
         self.logged = set(logged)
         again = f"; {_epochs(logged)} {_runs(logged)} again from the log" if logged else ""
-        return _said(text + again)
+        left_out = "".join(f"; {said.removesuffix('.')}" for said in self.run.facts.get("skips", ()))
+        return _said(text + again + left_out)
 
     def _on_EpochPlanned(self, event: Any) -> None:
         self.began[event.epoch] = (event.now, sum(span.rows for span in event.ranges.values()))

@@ -189,6 +189,8 @@ class Runtime:
         self.policy_said: str | None = None
         self.asking = 0
         """Nodes that the policy asked for: without an answer, or refused and not to be asked for again yet."""
+        self.invitation: NodesInvited | None = None
+        """The answer to the policy's last request that was taken."""
         self.ask_again_at = math.inf
         durable = checkpoint_url is not None and config.checkpoint is not None
         self.journal = Journal(store if durable else None, config.journal_mb, wall_ms=wall_ms)
@@ -326,8 +328,9 @@ class Runtime:
             except Exception:  # Spark is going: so is the job
                 taken = False
             if taken:
-                self.post(NodesInvited(self.clock(), count))
-                self.asking = 0
+                # ``asking`` stays until the controller has counted them: a policy that is asked in between sees them.
+                self.invitation = NodesInvited(self.clock(), count)
+                self.post(self.invitation)
             else:
                 self.ask_again_at = now + REFUSED_S
 
@@ -360,6 +363,8 @@ class Runtime:
             self.journal.crashed(event, error)
             raise
         self.journal.record(event, commands)
+        if event is self.invitation:
+            self.asking = 0  # the controller counts these nodes from here on
         for command in commands:
             self._execute(command)
 

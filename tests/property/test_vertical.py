@@ -26,9 +26,10 @@ from penstock.control.load import SliceLoad, shares, within_slots
 from penstock.control.placement import Peer, schedule
 from penstock.control.records import NodeInfo
 from penstock.engines.job import Job, start
-from tests.property.cuts import SEEDS, THOROUGH, examples
+from tests.property.cuts import SEEDS, examples
 from tests.property.test_controller import SLICES, TOPOLOGY, World
 from tests.property.test_moves import seen
+from tests.scale import scaled
 from tests.spark.test_equivalence import Made
 
 
@@ -111,7 +112,7 @@ def test_whatever_happens_every_row_is_published_once_and_in_order(
         assert max(ends, default=0) == total
 
 
-@pytest.mark.parametrize("seed", range(300 if THOROUGH else 30))
+@pytest.mark.parametrize("seed", range(scaled(30, 300)))
 def test_in_the_end_a_node_works_on_the_cores_it_was_told(seed: int) -> None:
     w = world(seed, 10**9, 0.1)
     w.live(10 * (seed % 30), stop=False)

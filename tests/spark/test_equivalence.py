@@ -1,8 +1,7 @@
 """Random flows and inputs, rescaled on the way: Spark's output is the local engine's, row for row, epoch by epoch.
 
-A rescale happens at once (stop and copy), or begins in the middle and goes on while epochs run, to its end or not.
-A seed is a flow, its input, its cut into epochs and its rescales. ``PENSTOCK_SEEDS=50`` tries more of them;
-``PENSTOCK_SEEDS=17-17`` tries one again.
+Slices move as they do for users: while epochs run, on request, to their end. A seed is a flow, its input, its cut into
+epochs and what is asked for. ``PENSTOCK_SEEDS=50`` tries more of them; ``PENSTOCK_SEEDS=17-17`` tries one again.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import math
 import os
 import random
 import sys
-import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -20,11 +20,10 @@ import pytest
 
 import penstock as ps
 from penstock.connectors.sinks import MemorySink
-from penstock.control.controller import Controller
-from penstock.control.epochs import Baseline
 from penstock.engines.job import Job, start
 from penstock.ids import StageId
 from penstock.testing import rows
+from tests.scale import scaled
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,7 +32,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def seeds() -> list[int]:
-    wanted = os.environ.get("PENSTOCK_SEEDS", "6")
+    wanted = os.environ.get("PENSTOCK_SEEDS", str(scaled(3, 20)))
     first, dash, last = wanted.partition("-")
     return list(range(int(first), int(last) + 1)) if dash else list(range(int(wanted)))
 
@@ -69,13 +68,14 @@ def some_cut(r: random.Random, count: int, epochs: int) -> list[int]:
 class Made:
     """A flow made of a seed, with a sink in memory at every end."""
 
-    def __init__(self, seed: int, epochs: tuple[int, int] = (2, 4)) -> None:
+    def __init__(self, seed: int, epochs: tuple[int, int], rows: tuple[int, int] = (60, 200)) -> None:
         self.random = r = random.Random(seed)
         self.flow = ps.Flow(f"seed-{seed}")
         self.sinks: dict[str, MemorySink] = {}
         self.keyed: list[str] = []
         self.number = 0
         self.epochs = r.randint(*epochs)
+        self.rows = rows
         stream = self.source("in")
         if r.random() < 0.3:
             stream = stream.union(self.id("union"), self.source("also"))
@@ -92,7 +92,7 @@ class Made:
         return f"{kind}-{self.number}"
 
     def source(self, id: str) -> ps.Stream:
-        count = self.random.randint(60, 200)
+        count = self.random.randint(*self.rows)
         return self.flow.source(
             id, rows(some_rows(self.random, count), epochs=some_cut(self.random, count, self.epochs))
         )
@@ -171,93 +171,114 @@ def outcome(sinks: dict[str, MemorySink]) -> Outcome:
     }
 
 
-def heard(controller: Controller, stage: str, instances: int) -> bool:
-    """Does it know of the rescale?"""
-    known = controller.resizes.wanted.get(StageId(stage), controller.routes.table.instances[StageId(stage)])
-    return known == instances
+# -- what users ask for while it runs ----------------------------------------------------------------------------------
+
+SLICES = 8
+LONG: dict[str, Any] = {"epochs": (1_500, 1_500), "rows": (8_000, 8_000)}
+"""Input for minutes: the job is stopped when everything that was asked for has been done."""
+WAIT_S = 240.0
 
 
-def run(
-    flow: ps.Flow, engine: str, rescales: dict[int, dict[str, int]], *, stop_and_copy: bool, **settings: Any
-) -> Job:
-    """``rescales``: after so many published epochs -> stage -> instances."""
-    held: list[Job] = []
-    ready, patience = threading.Event(), threading.Event()
-    published = 0
+def until(job: Job, what: str, reached: Callable[[], object]) -> None:
+    limit = time.monotonic() + WAIT_S
+    while not reached():
+        assert not job.wait(0.02), f"the input ended before {what}"
+        assert time.monotonic() < limit, f"waited in vain for {what}: {job.status()}"
 
-    def trip(step: str) -> None:
-        nonlocal published
-        if step == "after-publish":
-            published += 1
-            ready.wait()
-            wanted = rescales.get(published, {})
-            for stage, instances in wanted.items():
-                held[0].rescale(stage, instances)
-            controller = held[0]._runtime.controller
-            assert controller is not None
-            if stop_and_copy:
-                while len(controller.rescales) < len(wanted):  # processes are up: it happens after this epoch
-                    patience.wait(0.001)
-            else:
-                while controller.processes.warming or any(not heard(controller, s, n) for s, n in wanted.items()):
-                    patience.wait(0.001)  # processes are up: slices begin to move with the next epochs
 
-    config = ps.Config(master="local[2]", slices=8, **settings)
-    job = start(flow, engine=engine, config=config, trip=trip, baseline=Baseline(stop_and_copy=stop_and_copy))
-    held.append(job)
-    ready.set()
-    assert job.wait(240), "it hangs"
+def rescaled(job: Job, wanted: Mapping[str, int]) -> None:
+    """Ask for these numbers of instances, and wait until each is there and owns slices, and nothing moves."""
+
+    def done() -> bool:
+        status, routing = job.status(), job.routing
+        assert routing is not None
+        instances = {s.id: s.instances for s in status.stages}
+        owners = {str(stage): set(found) for stage, found in routing.owners.items()}
+        return not status.moves and all(
+            instances[s] == n and owners.get(s, set(range(n))) == set(range(n)) for s, n in wanted.items()
+        )
+
+    for stage, instances in wanted.items():
+        job.rescale(stage, instances)
+    until(job, f"{wanted} instances", done)
+
+
+def migrated(job: Job, stage: str, r: random.Random) -> None:
+    """Move a slice or two to another container, and wait until it has them, and nothing moves."""
+    routing = job.routing
+    assert routing is not None
+    owners = list(routing.owners[StageId(stage)])
+    source, target = r.sample(sorted(set(owners)), 2)
+    slices = [s for s, c in enumerate(owners) if c == source][:2]
+    job.migrate(stage, slices, target)
+
+    def done() -> bool:
+        now = job.routing
+        assert now is not None
+        return all(now.owners[StageId(stage)][s] == target for s in slices) and not job.status().moves
+
+    until(job, f"slices {slices} of {stage} on container {target}", done)
+
+
+def running(flow: ps.Flow, **settings: Any) -> Job:
+    job = start(flow, engine="spark", config=ps.Config(master="local[2]", control=False, **settings))
+    until(job, "the first epoch", lambda: job.status().epoch >= 1)
     return job
 
 
+def stopped(job: Job) -> tuple[int, int, int]:
+    """The job's last epoch, and what it says of late rows and of all rows."""
+    past = job.status().epoch
+    until(job, "epochs after the last move", lambda: job.status().epoch >= past + 2)
+    job.stop()
+    status = job.status()
+    assert (status.phase, status.recoveries) == ("stopped", 0)
+    return status.epoch, status.late, status.rows
+
+
+def undisturbed(flow: ps.Flow, epochs: int, **settings: Any) -> tuple[int, int, int]:
+    """The same epochs on the local engine, and nobody asks for anything."""
+    job = start(flow, engine="local", config=ps.Config(control=False, epochs_max=epochs, **settings))
+    assert job.wait(WAIT_S), "it hangs"
+    return job.status().epoch, job.status().late, job.status().rows
+
+
 @pytest.mark.parametrize("seed", seeds())
-def test_spark_gives_what_the_local_engine_gives(seed: int, session: Any) -> None:
-    outcomes = []
-    for engine in ("local", "spark"):
-        made = Made(seed)
-        r = random.Random(seed + 1_000)
-        stages = [*made.keyed, "in"]
-        rescales = {r.randint(1, made.epochs - 1): {r.choice(stages): r.randint(1, 3)}}
-        interval = r.choice([0.0, 3600.0])
-        settings: dict[str, Any] = {"instances": r.randint(1, 2), "checkpoint_interval_s": interval}
-        job = run(made.flow, engine, rescales, stop_and_copy=True, **settings)
-        assert job.status().recoveries == 0
-        assert job.status().routing_version > 1
-        outcomes.append((outcome(made.sinks), job.status().late, job.status().rows))
-    assert any(rows for epochs in outcomes[0][0].values() for rows in epochs.values())
-    assert outcomes[1] == outcomes[0]
+def test_slices_that_move_while_epochs_run_do_not_show(seed: int, session: Any) -> None:
+    """Every keyed stage grows, some slices of one change places, a source is rescaled, and every stage shrinks."""
+    made, quiet = Made(seed + 500, **LONG), Made(seed + 500, **LONG)
+    r = random.Random(seed + 2_000)
+    settings: dict[str, Any] = {"instances": 2, "slices": SLICES, "checkpoint_interval_s": r.choice([0.0, 3600.0])}
+    job = running(made.flow, **settings)
+    rescaled(job, {stage: r.randint(3, 4) for stage in made.keyed})
+    migrated(job, r.choice(made.keyed), r)
+    rescaled(job, {"in": r.choice([1, 3]), **{stage: r.randint(1, 2) for stage in made.keyed}})
+    ended = stopped(job)
+    assert undisturbed(quiet.flow, ended[0], **settings) == ended
+    ours, theirs = outcome(made.sinks), outcome(quiet.sinks)
+    assert any(rows for epochs in theirs.values() for rows in epochs.values())
+    assert ours == theirs
 
 
 def test_from_one_container_to_eight_and_back(session: Any) -> None:
-    outcomes = []
-    for engine in ("local", "spark"):
-        r = random.Random(8)
-        sink = MemorySink()
-        flow = ps.Flow("eight")
-        source = flow.source("in", rows(some_rows(r, 300), epochs=[60] * 5))
+    frame = some_rows(random.Random(8), 20_000)
+    sinks = [MemorySink(), MemorySink()]
+
+    def flow(sink: MemorySink) -> ps.Flow:
+        made = ps.Flow("eight")
+        source = made.source("in", rows(frame, epochs=[20] * 1_000))
         source.key_by("k", "g").aggregate("count", n=ps.count(), s=ps.sum("x")).sink("out", sink)
-        rescales = {1: {"count": 8}, 2: {"count": 3}, 3: {"count": 5, "in": 3}}
-        settings: dict[str, Any] = {"instances": 1, "epochs_in_flight": 1, "checkpoint_interval_s": 3600.0}
-        job = run(flow, engine, rescales, stop_and_copy=True, **settings)
-        assert job.status().recoveries == 0
-        assert [h.instances["count"] for h in job.status().history] == [1, 8, 3, 5, 5, 5]
-        outcomes.append(outcome({"out": sink}))
-    assert outcomes[1] == outcomes[0]
+        return made
 
-
-@pytest.mark.parametrize("seed", seeds()[:3])
-def test_slices_that_move_while_epochs_run_do_not_show(seed: int, session: Any) -> None:
-    """The local engine runs undisturbed; Spark rescales every stage, up and down, as far as it gets."""
-    outcomes = []
-    for engine in ("local", "spark"):
-        made = Made(seed + 500, epochs=(8, 12))
-        r = random.Random(seed + 2_000)
-        rescales = {1: {s: r.randint(3, 4) for s in made.keyed}, 5: {s: r.randint(1, 2) for s in made.keyed}}
-        settings: dict[str, Any] = {"instances": 2, "checkpoint_interval_s": r.choice([0.0, 3600.0])}
-        job = run(made.flow, engine, rescales if engine == "spark" else {}, stop_and_copy=False, **settings)
-        assert job.status().recoveries == 0
-        outcomes.append((outcome(made.sinks), job.status().late, job.status().rows))
-    controller = job._runtime.controller
-    assert controller is not None
-    assert outcomes[1] == outcomes[0]
-    assert controller.moves.ended or controller.moves.by_slice, "slices were on the move"
+    settings: dict[str, Any] = {
+        "instances": 1,
+        "slices": SLICES,
+        "epochs_in_flight": 1,
+        "checkpoint_interval_s": 3600.0,
+    }
+    job = running(flow(sinks[0]), **settings)
+    for wanted in ({"count": 8}, {"count": 3}, {"count": 5, "in": 3}):
+        rescaled(job, wanted)
+    ended = stopped(job)
+    assert undisturbed(flow(sinks[1]), ended[0], **settings) == ended
+    assert outcome({"out": sinks[0]}) == outcome({"out": sinks[1]})

@@ -55,7 +55,7 @@ def apply(
     rows = prepared.frame.with_columns(pl.Series(HASH, hash_columns(prepared.frame, custom.key), dtype=pl.UInt64))
     layout = custom.table()
     table = table or (KeyedTable(layout) if layout else None)
-    tick = Tick(1, watermark=watermark) if watermark is not None else Tick(now=1)
+    tick = Tick(1, watermark=watermark) if watermark is not None else Tick(1)
     return custom.apply(table, [Arrival(rows, "source", 0, True)], tick)
 
 

@@ -282,8 +282,6 @@ class Runtime:
             self.journal.crashed(event, error)
             raise
         self.journal.record(event, commands)
-        if event is self.invitation:
-            self.asking = 0  # the controller counts these nodes from here on
         for command in commands:
             self._execute(command)
 

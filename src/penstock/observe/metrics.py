@@ -257,7 +257,7 @@ def snapshot(metrics: Metrics, controller: Controller, now: float, policy: str |
     # longer.
     waits = sorted(e.latency_ms for e in recent if e.rows)
     typical = sorted((e.ms + e.latency_ms) / 2 for e in recent if e.rows)
-    marks = [w for w in controller.watermarks.marks.marks.values() if abs(w) < ENDED_US]
+    marks = [w for w in controller.watermarks.marks.values() if abs(w) < ENDED_US]
     return JobStatus(
         job=metrics.job,
         flow=metrics.flow,

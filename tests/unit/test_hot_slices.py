@@ -23,6 +23,7 @@ from penstock.control.events import (
 )
 from penstock.control.load import FLOOR, LOAD_EPOCHS, ROWS_MIN, SliceLoad, shares
 from penstock.control.policies import Decision, Observation, RingPolicy, SliceMove
+from penstock.control.records import TaskReport
 from penstock.engines import scaling
 from penstock.engines.hot import KEYS_MAX, SAMPLE_ROWS, hottest_keys, rows_by_slice
 from penstock.engines.job import start
@@ -327,7 +328,7 @@ def test_a_job_finds_its_hot_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ready.set()
     assert job.wait(60)
     assert found, "it was never reported"
-    number = int(slice_of(hash_columns(pl.DataFrame({"word": ["hot"]}), ["word"]), 8)[0])
+    number = int(SliceMap(8).of(hash_columns(pl.DataFrame({"word": ["hot"]}), ["word"]))[0])
     last = [h for h in found if h.slice == number][-1]
     assert last.stage == "each" and last.keys[0][0] == "hot" and last.keys[0][1] > 0.7
     rates = job._runtime.controller.balance.load.of("each", 8)  # type: ignore[union-attr]

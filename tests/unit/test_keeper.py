@@ -30,11 +30,13 @@ from penstock.state import codec
 from penstock.state.backup import Commit, cut
 from penstock.state.checkpoint import DeltaFile, Manifest, merge_frames
 from penstock.state.hashing import hash_columns
+from penstock.state.slicemap import SliceMap
 from penstock.state.store import MemoryStore
 from penstock.state.table import DELETED, HASH
 from tests.unit.test_task import Rig
 
 SLICES = 4
+SLICEMAP = SliceMap(SLICES)
 BUDGET = Budget()
 ALL = frozenset(range(SLICES))
 KEYS = np.arange(200)

@@ -125,7 +125,7 @@ def test_slices_are_spread_by_load_not_by_number(schedule: str, alone: bool) -> 
     loaded(d, rates)
     d.step(RebalanceRequested(now=d.now))
     d.epoch()
-    d.until(lambda: not d.controller.moves)
+    d.until(lambda: not d.controller.moves.by_slice)
     owners = d.controller.routes.table.owners[COUNT]
     sums = Counter({c: sum(r for r, o in zip(rates, owners, strict=True) if o == c) for c in set(owners)})
     assert (max(sums.values()) <= 9000) == alone
@@ -224,7 +224,7 @@ def test_a_new_container_takes_half_an_arc_and_no_other_slice_moves() -> None:
     assert asked == RescaleRequested(now=d.now, stage=COUNT, instances=3, targets={2: 2, 3: 2})
     d.step(asked)
     d.epoch()
-    d.until(lambda: not d.controller.moves and not d.controller.balance.waiting)
+    d.until(lambda: not d.controller.moves.by_slice and not d.controller.balance.waiting)
     assert d.controller.routes.table.owners[COUNT] == (0, 0, 2, 2, 1, 1, 1, 1)
 
 
@@ -234,7 +234,7 @@ def test_the_neighbour_takes_a_whole_arc_and_the_last_container_goes() -> None:
     assert asked == RescaleRequested(now=d.now, stage=COUNT, instances=3, targets={6: 0, 7: 0})
     d.step(asked)
     d.epoch()
-    d.until(lambda: not d.controller.moves and not d.controller.resizes.wanted)
+    d.until(lambda: not d.controller.moves.by_slice and not d.controller.resizes.wanted)
     assert d.controller.routes.table.owners[COUNT] == (0, 0, 1, 1, 2, 2, 0, 0)
     assert d.controller.routes.table.instances[COUNT] == 3
     (asked,) = considered(d, half(2, 3, source=1, target=2, instances=2))

@@ -215,7 +215,7 @@ def test_between_two_steps_of_a_seed_there_is_a_rest_as_long_as_a_step(monkeypat
 
 def test_slices_that_travel_together_may_part_on_the_way() -> None:
     files = [DeltaFile(f"f{i}", "s", "delta", i, i + 1, tuple(ALL), 200, 100, "") for i in range(2)]
-    seed = module._Seed(2, ALL, files, {}, SLICES, 10**9, BUDGET)
+    seed = module._Seed(2, ALL, files, {}, SLICEMAP, 10**9, BUDGET)
     assert set(seed.group.values()) == {0}
 
     def opened(name: str, values: dict[int, int | None]) -> codec.Opened:

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from penstock.control.controller import Controller
 from penstock.control.offered import Arrived
+from penstock.control.pacing import Pacer
 from penstock.control.records import TaskReport
-from penstock.ids import StageId
+from penstock.control.routing import RoutingTable
+from penstock.control.settings import Settings
+from penstock.control.topology import StageInfo, Topology
+from penstock.ids import Epoch, StageId
 from penstock.observe.metrics import WINDOW_S, Metrics, StageFacts, snapshot
 from penstock.observe.status import JobStatus, OperatorStatus, StragglerStatus
+from penstock.state.checkpoint import Manifest
 
 
-def controller(**instances: int) -> Any:
-    return SimpleNamespace(
-        routing=SimpleNamespace(instances=instances, slices=64, version=1, owners={}, homes={}, holders={}),
-        in_flight={},
-        watermarks={},
-        phase="running",
-        published=2,
-        committed=1,
-        recoveries=0,
-        nodes={},
-        leaving=set(),
-        suspects={},
-        invited=0,
-        slots=lambda: None,
-        migration=SimpleNamespace(moves={}),
+def controller(**instances: int) -> Controller:
+    """A controller that has published two epochs of stages without state."""
+    stages = tuple(StageInfo(StageId(s), True, False, False, 0, 0, ()) for s in instances)
+    topology = Topology(stages)
+    own = {StageId(s): n for s, n in instances.items()}
+    made = Controller(
+        topology,
+        RoutingTable.initial(64, topology.keyed(), 1, own),
+        Pacer.start(100, 1, 1_000, 500),
+        Settings(),
+        Manifest("job", "flow", {}, 0),
     )
+    made.phase = "running"
+    made.epochs.published, made.checkpoints.committed = Epoch(2), Epoch(1)
+    return made
 
 
 def report(index: int, rows_in: int, rows_out: int, busy_ms: float) -> TaskReport:
@@ -171,9 +175,10 @@ def test_the_status_is_one_value_that_nobody_can_change() -> None:
         m.stage_done("counts", epoch, [report(0, 1000, 100, 200.0)], epoch + 0.5)
         m.published(epoch, 1000, epoch + 0.5, {StageId("in"): 1, StageId("counts"): 1})
     c = controller(**{"in": 1, "counts": 1})
-    c.routing.owners = {"counts": (0, 0, 0, 0)}
-    c.peers = lambda stage: [SimpleNamespace(container=0), SimpleNamespace(container=1)]
-    c.load = SimpleNamespace(of=lambda stage, slices: [1.0, 2.0, 3.0, 4.0])
+    table = RoutingTable.initial(4, {StageId("in"): False, StageId("counts"): True}, 1)
+    c.routes.put(table)
+    c.balance.peers = lambda stage: [SimpleNamespace(container=0), SimpleNamespace(container=1)]
+    c.balance.load = SimpleNamespace(of=lambda stage, slices: [1.0, 2.0, 3.0, 4.0])
     status = snapshot(m, c, now=5.0, policy="safe-rate")
     source, counts = status.stages
     assert (status.backlog_rows, source.backlog_rows, source.backlog_grows) == (2000, 2000, True)

@@ -21,6 +21,7 @@ import penstock as ps
 from penstock.cli import app
 from penstock.connectors.base import SourceContext
 from penstock.connectors.skips import REASON, Skip, read_skips, write_skip
+from penstock.connectors.store import DirectoryLock
 from penstock.engines.job import Job, start
 from penstock.engines.skipping import list_skips, order_skip
 from penstock.errors import (

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from penstock.control import placement
+from penstock.control.balance import Balance
 from penstock.control.controller import Controller
 from penstock.control.events import (
     Command,
 )
 from penstock.control.resizes import Resizes
 from penstock.control.routing import RoutingTable
+from penstock.control.topology import StageInfo
 from penstock.engines.task import Container, TaskSpec, Worker, Written, delta_file
 from penstock.ids import StageId
 from penstock.plan import Stage
@@ -32,8 +35,24 @@ class StandstillResizes(Resizes):
             self.due.append((stage, self.wanted.pop(stage)))
         return []
 
+    def open_slots(self, info: StageInfo, slots: Sequence[int]) -> list[Command]:
+        """Other cores of a node also wait for the standstill, and for the processes that a larger stage needs."""
+        stage, before = info.id, self.planned(info.id)
+        out = super().open_slots(info, slots)
+        if slots[0] < before and (self.planned(stage) == before or not self.core.processes.starting(stage)):
+            self.due.append((stage, self.planned(stage)))
+            self.wanted.pop(stage, None)
+        return out
+
     def make_room(self) -> None:
         """Stages get their new number of containers at rest only."""
+
+
+class StandstillBalance(Balance):
+    """The slices of a node with other cores are dealt out anew at the standstill, not by moves."""
+
+    def respread_node(self, node: str, reason: str) -> None:
+        """``StopAndCopy.at_rest`` does it."""
 
 
 class StopAndCopy(Controller):
@@ -44,6 +63,7 @@ class StopAndCopy(Controller):
     def __init__(self, topology: Any, routing: RoutingTable, pacer: Any, settings: Any, blank: Any) -> None:
         super().__init__(topology, routing, pacer, settings, blank)
         self.resizes = StandstillResizes(self)
+        self.balance = StandstillBalance(self)
 
     @property
     def ending(self) -> bool:
@@ -63,7 +83,6 @@ class StopAndCopy(Controller):
 
     def _vacate(self) -> None:
         """Containers that may not work give all their slices away."""
-        self.balance.node_reasons.clear()
         self.resizes.opening.clear()
         owners = dict(self.routes.table.owners)
         for stage in owners if self.fleet.cores else ():

@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import penstock as ps
+from benchmarks.baselines import StopAndCopy
 from penstock.connectors.sinks import MemorySink
 from penstock.control import placement
 from penstock.control.events import (
@@ -411,7 +412,7 @@ def test_moves_for_cores_can_be_called_off() -> None:
 
 
 def test_the_way_of_others_everything_stops_for_it() -> None:
-    d = house(4, live=False)
+    d = house(4, make=StopAndCopy)
     assert owners(d) == {0: 2, 1: 2, 2: 2, 3: 2}
     number = d.begin()
     cores(d, "a", 1)
@@ -538,4 +539,5 @@ def test_the_journal_and_the_status_know_of_it() -> None:
     cores(d, "a", 2)
     assert [(n.name, n.cores, n.limit) for n in cluster.nodes(d.controller)] == [("a", 4, 2), ("b", 2, None)]
     again = from_json(to_json(d.controller))
-    assert again.cores == {"a": 2} and again.reslot == d.controller.balance.node_reasons
+    again.link()
+    assert again.fleet.cores == {"a": 2} and again.balance.node_reasons == d.controller.balance.node_reasons

@@ -145,7 +145,7 @@ def test_in_the_end_a_node_works_on_the_cores_it_was_told(seed: int) -> None:
 
 
 def owned(w: World, stage: Any, node: str) -> list[int]:
-    homes = w.controller.routes.table.homes_of(COUNT)
+    homes = w.controller.routes.table.homes_of(stage)
     return [s for s, c in enumerate(w.controller.routes.table.owners[stage]) if homes.get(c) == node]
 
 

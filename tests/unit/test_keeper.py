@@ -342,7 +342,7 @@ def test_a_move_to_who_holds_the_slices_reads_nothing_from_the_store(holder: boo
     rig.checkpoint(1, deltas, [])
     job.manifests[1] = read_manifest(job.store, 1)
     job.store.reads.clear()
-    commits = [Commit(0, 1, {written["file"]["name"]: written["touched"]})]
+    commits = [Commit(0, 1, {written.file.name: list(written.touched)})]
     sent = both(2, sent, checkpoint=1, commits=commits)
     sent = both(3, sent, checkpoint=1, commits=commits, handover=dict.fromkeys(range(SLICES), 1))
     assert keeper.held("count") == ((1, ALL) if holder else (0, frozenset()))

@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 import penstock as ps
+from penstock.control.records import SealedDelta
 from penstock.engines import task
 from penstock.engines.task import MANIFEST_NAME, TaskSpec, Worker, pack_blob, split_by_owner, unpack_blob
 from penstock.operators.base import HASH, NEVER

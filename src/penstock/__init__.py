@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     )
     from penstock.operators.windows import hopping, tumbling
 
-__version__ = "0.1.0"
+from penstock.version import __version__
 
 __all__ = [
     "CLOCK",

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.errors import ConfigError
+from penstock.ids import INSTANCES_MAX
 
 if TYPE_CHECKING:
     from penstock.control.policies import Policy
@@ -35,7 +36,6 @@ ENV_RESERVED = frozenset({"PENSTOCK_DATA"})
 """Variables with the prefix that are no settings. The tests find their data by them."""
 
 SLICES_MAX = 65_536
-INSTANCES_MAX = 4_096
 NODES_MAX = 4_096
 ROWS_MAX = 1_000_000_000
 

@@ -38,5 +38,5 @@ NO_EPOCH = Epoch(0)
 
 FIRST_PLAN = PlanVersion(1)
 
-INSTANCES_MAX = 1024
+INSTANCES_MAX = 4_096
 """The most containers that a stage can have."""

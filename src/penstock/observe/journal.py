@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock import __version__ as VERSION
 from penstock.connectors.retrying import RetryingStore
 from penstock.connectors.store import FsspecStore
 from penstock.control.concern import Concern
@@ -47,6 +46,7 @@ from penstock.control.events import (
 )
 from penstock.observe.journal_codec import attributes, from_json, is_plain, settled, to_json
 from penstock.state.store import Store
+from penstock.version import __version__ as VERSION
 
 FORMAT = 2
 PREFIX = "journal/"

@@ -35,7 +35,6 @@ $(STAMP): requirements.txt pyproject.toml
 $(DEV_STAMP): $(STAMP) requirements-extras.txt requirements-dev.txt
 	@echo "setup: installing what the extras, tests and checks need into $(VENV)"
 	@$(PIP) -r requirements.txt -r requirements-extras.txt -r requirements-dev.txt
-	@$(BIN)/python -m penstock.engines.spark.archive
 	@touch $@
 
 demo: setup ## the demonstration: the top words of a sliding window, rescaled while you watch
@@ -43,6 +42,7 @@ demo: setup ## the demonstration: the top words of a sliding window, rescaled wh
 
 test: setup-dev ## the import contracts and every test
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -m penstock.engines.spark.archive
 	@PYTHON=$(BIN)/python scripts/test.sh $(ARGS)
 
 bench: setup-dev ## a benchmark with its peers: make bench NAME=words ARGS="--quick"

@@ -63,7 +63,7 @@ def await_end(pid: int) -> None:
         psutil.Process(pid).wait(timeout=120)
 
 
-@pytest.mark.parametrize("master", ["local[2]", "local-cluster[1,1,768]"])
+@pytest.mark.parametrize("master", ["local[2]", "local-cluster[1,1,1024]"])
 def test_spark_leaves_nothing_and_the_next_driver_removes_what_a_killed_one_left(master: str, temporary: Path) -> None:
     work = Path(os.environ.get("SPARK_HOME") or pyspark.__path__[0]) / "work"
     before = sorted(work.iterdir()) if work.exists() else []

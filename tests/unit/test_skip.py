@@ -21,6 +21,7 @@ import penstock as ps
 from penstock.cli import app
 from penstock.connectors.base import SourceContext
 from penstock.connectors.skips import REASON, Skip, read_skips, write_skip
+from penstock.connectors.store import DirectoryLock
 from penstock.engines.job import Job, start
 from penstock.engines.skipping import list_skips, order_skip
 from penstock.errors import (
@@ -78,26 +79,25 @@ class Bench:
             self.start(trip=trip, **settings).wait(60)
 
     def rows(self) -> list[int]:
-        found = [
-            json.loads(line)
-            for path in sorted(self.out.rglob("*.jsonl"))
-            for line in path.read_text().split("\n")
-            if line
-        ]
-        return [row["n"] for row in found]
+        return [row["n"] for row in committed(self.out)]
 
     def dead(self) -> list[tuple[str, str]]:
-        lines = [
-            line for path in sorted(self.letters.rglob("*.jsonl")) for line in path.read_text().split("\n") if line
-        ]
-        found = [json.loads(line) for line in lines]
-        return [(row["offset"].rpartition("/")[2], row["reason"]) for row in found]
+        return [(row["offset"].rpartition("/")[2], row["reason"]) for row in committed(self.letters)]
 
     def csv(self, name: str, *numbers: int) -> Path:
         path = self.files / name
         data = ("n,word\n" + "".join(f"{n},w\n" for n in numbers)).encode()
         path.write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
         return path
+
+
+def committed(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the epochs that are committed: what is being written has a name that is ignored."""
+    found = []
+    for path in sorted(folder.rglob("*.jsonl")):
+        if not any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts):
+            found += [json.loads(line) for line in path.read_text().split("\n") if line]
+    return found
 
 
 @pytest.fixture

@@ -94,9 +94,10 @@ class Bench:
 def committed(folder: Path) -> list[dict[str, Any]]:
     """The rows of the epochs that are committed: what is being written has a name that is ignored."""
     found = []
-    for path in sorted(folder.rglob("*.jsonl")):
-        if not any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts):
-            found += [json.loads(line) for line in path.read_text().split("\n") if line]
+    for epoch in sorted(folder.iterdir()) if folder.exists() else ():
+        if not epoch.name.startswith(("_", ".")):
+            for path in sorted(epoch.glob("*.jsonl")):
+                found += [json.loads(line) for line in path.read_text().split("\n") if line]
     return found
 
 

@@ -79,26 +79,26 @@ class Bench:
             self.start(trip=trip, **settings).wait(60)
 
     def rows(self) -> list[int]:
-        found = [
-            json.loads(line)
-            for path in sorted(self.out.rglob("*.jsonl"))
-            for line in path.read_text().split("\n")
-            if line
-        ]
-        return [row["n"] for row in found]
+        return [row["n"] for row in committed(self.out)]
 
     def dead(self) -> list[tuple[str, str]]:
-        lines = [
-            line for path in sorted(self.letters.rglob("*.jsonl")) for line in path.read_text().split("\n") if line
-        ]
-        found = [json.loads(line) for line in lines]
-        return [(row["offset"].rpartition("/")[2], row["reason"]) for row in found]
+        return [(row["offset"].rpartition("/")[2], row["reason"]) for row in committed(self.letters)]
 
     def csv(self, name: str, *numbers: int) -> Path:
         path = self.files / name
         data = ("n,word\n" + "".join(f"{n},w\n" for n in numbers)).encode()
         path.write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
         return path
+
+
+def committed(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the epochs that are committed: what is being written has a name that is ignored."""
+    found = []
+    for epoch in sorted(folder.iterdir()) if folder.exists() else ():
+        if not epoch.name.startswith(("_", ".")):
+            for path in sorted(epoch.glob("*.jsonl")):
+                found += [json.loads(line) for line in path.read_text().split("\n") if line]
+    return found
 
 
 @pytest.fixture
@@ -151,6 +151,31 @@ def test_a_followed_directory_with_a_file_that_is_cut_off(bench: Bench, then: st
         assert arrived.wait(30)
     job.stop()
     assert bench.rows() == expected
+
+
+@pytest.mark.parametrize("format", ["csv", "parquet"])
+def test_a_fault_far_behind_the_head_of_a_file_is_found_before_it_is_logged(tmp_path: Path, format: str) -> None:
+    """Packed files are read beforehand in any case, Parquet files where they may be set aside."""
+    path = tmp_path / ("a.csv.gz" if format == "csv" else "a.parquet")
+    if format == "csv":
+        text = "n,word\n" + "".join(f"{n},{n * n % 7919}\n" for n in range(50_000))
+        path.write_bytes(gzip.compress(text.encode())[:-100])
+    else:
+        words = [str(n * n % 7919) for n in range(50_000)]
+        pl.DataFrame({"n": range(50_000), "word": words}).write_parquet(path, row_group_size=10_000)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2 : len(data) // 2 + 20_000] = b"\xff" * 20_000
+        path.write_bytes(data)
+    stopping = ps.files(path, format=format, schema=SCHEMA)
+    stopping.open(SourceContext("in", None))
+    if format == "csv":
+        with pytest.raises(SourceError, match="cannot be read"):
+            stopping.plan(stopping.initial_offset(), 10)
+    patient = ps.files(path, format=format, schema=SCHEMA, on_unreadable="dead_letter")
+    patient.open(SourceContext("in", None))
+    planned = patient.plan(patient.initial_offset(), 10)
+    assert planned is not None and patient.exhausted(planned.end)
+    assert "cannot be read" in planned.facts[0]["bad"]
 
 
 def test_a_file_that_is_replaced_or_goes_before_any_range_enters_it(bench: Bench) -> None:

@@ -537,11 +537,12 @@ def test_chunks_and_several_requests_on_one_connection(served: Callable[..., Htt
     assert sum(r.frame.height for r in all_of(source)) == 3
 
 
-def test_drippers_do_not_keep_an_honest_sender_out(served: Callable[..., HttpSource]) -> None:
+@pytest.mark.parametrize("of_a_peer", [8, 100])
+def test_drippers_do_not_keep_an_honest_sender_out(served: Callable[..., HttpSource], of_a_peer: int) -> None:
     """More connections than the limit, each with a piece of a head that never ends. All deadlines are far away."""
     source = served()
     source.head_s = source.body_s = source.idle_s = 3600.0
-    source.connections_max, source.peer_connections_max = 8, 8
+    source.connections_max, source.peer_connections_max = 8, of_a_peer
     drippers = [connect(source) for _ in range(20)]
     try:
         for each in drippers:

@@ -62,6 +62,16 @@ def test_every_kind_of_flow_and_fault_is_drawn() -> None:
     assert kinds == set(vars(worlds[0].faults))
 
 
+def test_some_worlds_have_stages_with_different_numbers_of_slices() -> None:
+    asked: dict[int, set[int]] = {}
+    for seed in range(100):
+        world = World(seed)
+        counts = {stage.id: world.scenario.slices for stage in world.plan.stages if stage.keyed is not None}
+        asked[seed] = set((counts | world.plan.own_slices).values())
+    assert sum(len(counts) > 1 for counts in asked.values()) >= 5
+    assert {seed % 5 for seed, counts in asked.items() if len(counts) > 1} == {3}, "other seeds mean what they meant"
+
+
 # -- seeds that failed once, each with what was wrong ------------------------------------------------------------------
 # (test_checkers.py has the bugs themselves, to see that these or other seeds would find them again.)
 

@@ -10,10 +10,10 @@ SEEDS ?= 1000
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup java demo test bench lint sim clean
+.PHONY: help setup java demo test test-all bench lint sim clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: java $(STAMP) ## the virtual environment in .venv, and Java where we may install it
 
@@ -33,9 +33,13 @@ $(STAMP): requirements.txt requirements-dev.txt pyproject.toml
 demo: setup ## the demonstration: the top words of a sliding window, rescaled while you watch
 	@$(BIN)/penstock demo $(ARGS)
 
-test: setup ## the import contracts and every test
+test: setup ## the import contracts and the tests that every change must pass: make test ARGS="tests/unit -x"
 	@$(BIN)/lint-imports --no-cache
 	@PYTHON=$(BIN)/python scripts/test.sh $(ARGS)
+
+test-all: setup ## the same with every fault, kill point and long storm, and many more seeds: hours
+	@$(BIN)/lint-imports --no-cache
+	@PENSTOCK_THOROUGH=1 PYTHON=$(BIN)/python scripts/test.sh $(ARGS)
 
 bench: setup ## a benchmark with its peers: make bench NAME=words ARGS="--quick"
 	@$(BIN)/penstock bench $(NAME) $(ARGS)

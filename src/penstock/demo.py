@@ -132,6 +132,8 @@ class Act:
     share: float
     what: str
     do: Callable[[], None]
+    over: Callable[[JobStatus], bool] = lambda status: True
+    """Has the job done what it was told?"""
 
 
 Seen = tuple[float, Mapping[str, int]]
@@ -140,7 +142,8 @@ Seen = tuple[float, Mapping[str, int]]
 
 @dataclass
 class Director:
-    """Says what happens when: the acts, and the end when the time is up. Time counts from the first output.
+    """Says what happens when: the acts, and the end when the time is up and the last act is over. Time counts from the
+    first output, and the end is never later than twice the time.
 
     It is the ``until_done`` of the view, so it is asked a few times a second and needs no thread of its own. Stopping
     does: that waits for the epoch, and the view should go on meanwhile.
@@ -182,7 +185,8 @@ class Director:
             if now - self.began >= self.seconds * act.share:
                 self.done.append((status.uptime_s, act.what))
                 act.do()
-        if now - self.began >= self.seconds:
+        late = now - self.began - self.seconds
+        if late >= 0 and (all(act.over(status) for act in self.acts) or late >= self.seconds):
             self._stop()
 
     def _see(self, status: JobStatus) -> None:
@@ -323,7 +327,7 @@ def _run(
 
 def _acts(job: Job, routings: list[RoutingTable], executors: int | None) -> list[Act]:
     if executors is None:
-        return [Act(0.5, f"{STAGE} to {AFTER}", lambda: _rescale(job, routings))]
+        return [Act(0.5, f"{STAGE} to {AFTER}", lambda: _rescale(job, routings), _rescaled)]
     return [
         Act(LEAVE_AT, "one is to leave", lambda: job.scale_in(1)),
         Act(COME_AT, "one is asked for", lambda: job.scale_out(1)),
@@ -360,6 +364,10 @@ def _routing(job: Job) -> RoutingTable:
 def _rescale(job: Job, routings: list[RoutingTable]) -> None:
     routings.append(_routing(job))
     job.rescale(STAGE, AFTER)
+
+
+def _rescaled(status: JobStatus) -> bool:
+    return not status.moves and any(o.id == STAGE and o.instances == AFTER for o in status.operators)
 
 
 # --- what came of it ----------------------------------------------------------------------------------------------

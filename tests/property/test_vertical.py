@@ -21,9 +21,9 @@ from penstock.control.load import SliceLoad, shares, within_slots
 from penstock.control.placement import Peer, schedule
 from penstock.engines.job import Job, start
 from tests.property.cuts import SEEDS, examples
-from tests.scale import scaled
 from tests.property.test_controller import SLICES, TOPOLOGY, World
 from tests.property.test_moves import seen
+from tests.scale import scaled
 from tests.spark.test_equivalence import Made
 
 

@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.config import Config
 from penstock.connectors.sinks import MemorySink
 from penstock.control.events import HotSlices, MoveRequested, RebalanceRequested, RescaleRequested, TaskReport
-from penstock.control.load import FLOOR, LOAD_EPOCHS, ROWS_MIN, SliceLoad, shares
+from penstock.control.load import FLOOR, LOAD_EPOCHS, ROWS_MIN, SMOOTH_S, SliceLoad, shares
 from penstock.control.policies import Decision, Move, Observation
 from penstock.control.policies import Ring as RingPolicy
 from penstock.engines import runtime as runtime_module
@@ -85,7 +85,8 @@ def test_load_is_rows_a_second_and_smooth() -> None:
     assert load.of(COUNT, 4) == [300.0, 100.0, 0.0, 0.0]
     load.note(COUNT, reports({1: 800}), 5.0)
     first, second, *_ = load.of(COUNT, 4) or []
-    assert 200 < first < 300 and 100 < second < 400
+    keep = math.exp(-2.0 / SMOOTH_S)
+    assert [first, second] == pytest.approx([300.0 * keep, 100.0 * keep + 400.0 * (1 - keep)])
     assert load.weights(COUNT, 4) == pytest.approx([x + FLOOR * (first + second) / 4 for x in (first, second, 0, 0)])
     load.forget()
     load.note(COUNT, reports({0: 10**9}), 1000.0)

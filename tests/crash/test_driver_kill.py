@@ -72,7 +72,7 @@ class Nursery:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(120)
 
 
 _nurseries = threading.local()

@@ -74,7 +74,7 @@ SETTINGS: dict[str, Any] = {
 
 def run(flow: ps.Flow, **settings: Any) -> Job:
     job = start(flow, engine="local", config=ps.Config(**{**SETTINGS, **settings}))
-    assert job.wait(60), "it hangs"
+    assert job.wait(120), "it hangs"
     return job
 
 
@@ -315,7 +315,7 @@ def test_a_checkpoint_lost_while_the_job_runs_ends_it_at_once(
     use_store(Losing(disk, prefix))
     job = start(build(tmp_path), engine="local", config=ps.Config(**SETTINGS))
     with pytest.raises(CheckpointError) as error:
-        job.wait(60)
+        job.wait(120)
     assert job.status().recoveries == 0
     assert type(error.value) is CheckpointError and str(error.value.evidence["path"]).startswith(prefix)
     for words in ("slices 0, ", "backup", str(error.value.evidence["path"]), "is missing"):
@@ -407,7 +407,7 @@ def python(code: str) -> str:
     path = os.pathsep.join(p for p in sys.path if p)
     env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -322,7 +322,7 @@ def test_a_job_finds_its_hot_key(monkeypatch: pytest.MonkeyPatch) -> None:
     job = start(flow, engine="local", config=config, trip=trip)
     held.append(job)
     ready.set()
-    assert job.wait(60)
+    assert job.wait(120)
     assert found, "it was never reported"
     number = int(slice_of(hash_columns(pl.DataFrame({"word": ["hot"]}), ["word"]), 8)[0])
     last = [h for h in found if h["slice"] == number][-1]

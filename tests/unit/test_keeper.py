@@ -652,7 +652,7 @@ def test_take_never_raises_nor_waits_longer_than_it_says() -> None:
 
     class Hanging(MemoryStore):
         def get(self, name: str) -> bytes:
-            hang.wait(60)
+            hang.wait(120)
             raise OSError(errno.ETIMEDOUT, "gone")
 
     def load(checkpoint: int) -> Manifest:
@@ -721,7 +721,7 @@ def test_a_disk_that_really_breaks_costs_backups_and_nothing_else(how: str, tmp_
     if how != "limited":
         mounting = ["unshare", "--map-root-user", "--mount", "sh", "-c", MOUNT, str(tmp_path)]
         try:
-            subprocess.run([*mounting, "true"], check=True, capture_output=True, timeout=30)
+            subprocess.run([*mounting, "true"], check=True, capture_output=True, timeout=120)
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"a disk cannot be mounted here: {error}")
         command = [*mounting, *command]

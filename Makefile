@@ -12,7 +12,7 @@ SEEDS ?= 1000
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev java demo test bench bench-page lint sim clean
+.PHONY: help setup setup-dev java demo test test-all bench bench-page lint sim clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,10 +40,14 @@ $(DEV_STAMP): $(STAMP) requirements-extras.txt requirements-dev.txt
 demo: setup ## the demonstration: the top words of a sliding window, rescaled while you watch
 	@$(BIN)/penstock demo $(ARGS)
 
-test: setup-dev ## the import contracts and every test
+test: setup-dev ## the import contracts and the tests that every change must pass: make test ARGS="tests/unit -x"
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m penstock.engines.spark.archive
 	@PYTHON=$(BIN)/python scripts/test.sh $(ARGS)
+
+test-all: setup-dev ## the same with every fault, kill point and long storm, and many more seeds: hours
+	@$(BIN)/lint-imports --no-cache
+	@PENSTOCK_THOROUGH=1 PYTHON=$(BIN)/python scripts/test.sh $(ARGS)
 
 bench: setup-dev ## a benchmark with its peers: make bench NAME=words ARGS="--quick"
 	@$(BIN)/penstock bench $(NAME) $(ARGS)

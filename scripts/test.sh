@@ -1,21 +1,28 @@
 #!/usr/bin/env bash
-# All tests: first those that keep every core busy by themselves, then the others without Spark, in two halves side by
-# side, then those that start it, which take all there is of a small machine. With arguments: one pytest, with these.
+# The tests, in three processes side by side: those that start Spark wait much of the time, the others compute.
+# The processes of the others are heard when they have ended. With arguments: one pytest, with these arguments.
+# PENSTOCK_THOROUGH=1, which is `make test-all`, has every test, more seeds and more examples.
 set -uo pipefail
 python=${PYTHON:-.venv/bin/python}
 if (($#)); then
     exec "$python" -m pytest "$@"
 fi
+directory=$(mktemp -d)
+names=(unit laws)
+declare -A processes
+beside() { # name, what to run
+    local name=$1
+    shift
+    "$python" -m pytest -p no:cacheprovider --durations=5 -m "not spark" "$@" >"$directory/$name" 2>&1 &
+    processes[$name]=$!
+}
+trap 'kill "${processes[@]}" 2>/dev/null; rm -rf "$directory"' EXIT
+beside unit tests/unit tests/examples
+beside laws tests/property tests/sim tests/crash
 code=0
-"$python" -m pytest -m all_cores --durations=2 tests/sim || code=$?
-rest="not spark and not all_cores"
-said=$(mktemp)
-"$python" -m pytest -m "$rest" -p no:cacheprovider tests/crash tests/sim >"$said" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2>/dev/null; rm -f "$said"' EXIT
-"$python" -m pytest -m "$rest" --ignore=tests/crash --ignore=tests/sim || code=$?
-echo "waiting for the tests in tests/crash and tests/sim"
-wait "$beside" || code=$?
-cat "$said"
-"$python" -m pytest -m spark --durations=12 || code=$?
+"$python" -m pytest -m spark --durations=15 || code=$?
+for name in "${names[@]}"; do
+    wait "${processes[$name]}" || code=$?
+    cat "$directory/$name"
+done
 exit "$code"

@@ -1,4 +1,4 @@
-"""Fixtures for every test. Those that need Spark live beside the tests that use it."""
+"""Fixtures for every test, and which of them run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.scale import THOROUGH
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,6 +29,12 @@ settings.register_profile("thorough", settings.get_profile("random"), max_exampl
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "penstock"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not THOROUGH and item.get_closest_marker("thorough"):
+            item.add_marker(pytest.mark.skip(reason="in make test-all only: PENSTOCK_THOROUGH=1"))
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The data sets that are too large for the repository: speeches.txt.gz, tweets.csv.gz and word lists."""
@@ -32,3 +42,20 @@ def shared_data() -> Path:
     if not place.is_dir():
         pytest.skip(f"no data sets at {place}; set PENSTOCK_DATA to the directory that holds them")
     return place
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The one Spark session of this process, as Penstock itself starts it; jobs take it over, and leave it running."""
+    from penstock.config import Config
+    from penstock.engines.spark.session import open_session
+
+    settings = {
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
+    }
+    found, ours, _ = open_session(Config(master="local[2]", spark=settings), "tests")
+    assert ours, "another test has left a session behind"
+    yield found
+    found.stop()

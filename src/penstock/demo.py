@@ -134,6 +134,8 @@ class Act:
     share: float
     what: str
     do: Callable[[], None]
+    over: Callable[[JobStatus], bool] = lambda status: True
+    """Has the job done what it was told?"""
 
 
 Seen = tuple[float, Mapping[str, int]]
@@ -142,7 +144,8 @@ Seen = tuple[float, Mapping[str, int]]
 
 @dataclass
 class Director:
-    """Carries out the acts, and stops the job when the time is up. Time counts from the first output.
+    """Says what happens when: the acts, and the end when the time is up and the last act is over. Time counts from the
+    first output, and the end is never later than twice the time.
 
     It is the ``until_done`` of the view, which calls it a few times a second, so it needs no thread of its own.
     Stopping has one: it waits for the epoch, and the view goes on meanwhile.
@@ -184,7 +187,8 @@ class Director:
             if now - self.began >= self.seconds * act.share:
                 self.done.append((status.uptime_s, act.what))
                 act.do()
-        if now - self.began >= self.seconds:
+        late = now - self.began - self.seconds
+        if late >= 0 and (all(act.over(status) for act in self.acts) or late >= self.seconds):
             self._stop()
 
     def _see(self, status: JobStatus) -> None:
@@ -327,7 +331,7 @@ def _run(
 
 def _acts(job: Job, routings: list[RoutingTable], executors: int | None) -> list[Act]:
     if executors is None:
-        return [Act(0.5, f"{STAGE} to {AFTER}", lambda: _rescale(job, routings))]
+        return [Act(0.5, f"{STAGE} to {AFTER}", lambda: _rescale(job, routings), _rescaled)]
     return [
         Act(LEAVE_AT, "one is to leave", lambda: job.scale_in(1)),
         Act(COME_AT, "one is asked for", lambda: job.scale_out(1)),
@@ -364,6 +368,10 @@ def _routing(job: Job) -> RoutingTable:
 def _rescale(job: Job, routings: list[RoutingTable]) -> None:
     routings.append(_routing(job))
     job.rescale(STAGE, AFTER)
+
+
+def _rescaled(status: JobStatus) -> bool:
+    return not status.moves and any(o.id == STAGE and o.instances == AFTER for o in status.stages)
 
 
 # --- what came of it ----------------------------------------------------------------------------------------------

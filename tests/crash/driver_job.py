@@ -122,7 +122,7 @@ def killer(die_at: str | None, die_within: str | None) -> Callable[[str], None]:
             if step == name and here == int(count):
                 die()
             if name == "after-compact" and step == "before-publish" and seen["before-compact"]:
-                merged.wait(60)  # it takes its time in a process of its own: the job must not end before
+                merged.wait(120)  # it takes its time in a process of its own: the job must not end before
         if die_within is not None:
             calls, _, microseconds = die_within.partition(":")
             if total == int(calls):

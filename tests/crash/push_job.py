@@ -30,7 +30,7 @@ def main(place: Path) -> None:
         checkpoint=str(place / "checkpoint"), checkpoint_interval_s=0.05, instances=2, slices=4, poll_ms=5
     )
     job = start(build(source, place / "out"), engine="local", config=config)
-    assert source.opened.wait(60)
+    assert source.opened.wait(120)
     written = place / "address.new"
     written.write_text(source.address)
     os.replace(written, place / "address")

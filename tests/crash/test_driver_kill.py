@@ -1,10 +1,8 @@
 """SIGKILL of the driver, anywhere: started again until it is done, it gives the output of an undisturbed run, to the
 byte, in Parquet and in a sink of the user's that is idempotent by epoch.
 
-In the default run every step of a commit is hit, with both engines, and 25 random moments with the local one. The same
-25 moments on Spark take some minutes::
-
-    PENSTOCK_SLOW=1 pytest tests/crash/test_driver_kill.py -k random
+``make test`` hits every step of a commit on the local engine, some on Spark, and 15 random moments on the local one.
+``make test-all`` hits every step on Spark too, and 25 random moments on both: starts of Spark take minutes.
 """
 
 from __future__ import annotations
@@ -25,8 +23,9 @@ import pytest
 
 import penstock as ps
 from tests.crash import driver_job
+from tests.scale import THOROUGH, scaled
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.crash
 
 SCRIPT = Path(driver_job.__file__)
 ROOT = SCRIPT.parents[2]
@@ -73,7 +72,7 @@ class Nursery:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(120)
 
 
 _nurseries = threading.local()
@@ -159,7 +158,8 @@ def test_killed_at_each_step_of_a_commit(step: str, undisturbed: Output, tmp_pat
 
 @pytest.mark.slow
 def test_killed_at_random_moments(undisturbed: Output, tmp_path: Path) -> None:
-    """Five jobs with five deaths each, two at a time."""
+    """Jobs with five deaths each, two at a time."""
+    jobs = scaled(3, 5)
 
     def one(seed: int) -> int:
         place = tmp_path / str(seed)
@@ -168,8 +168,8 @@ def test_killed_at_random_moments(undisturbed: Output, tmp_path: Path) -> None:
         return died
 
     with ThreadPoolExecutor(2) as pool:
-        deaths = list(pool.map(one, range(5)))
-    assert sum(deaths) >= 15, f"too many of the kills came after the end: {deaths}"
+        deaths = list(pool.map(one, range(jobs)))
+    assert sum(deaths) >= 3 * jobs, f"too many of the kills came after the end: {deaths}"
 
 
 def test_it_survives_dying_at_every_start(undisturbed: Output, tmp_path: Path) -> None:
@@ -184,12 +184,11 @@ def test_it_survives_dying_at_every_start(undisturbed: Output, tmp_path: Path) -
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(scaled(300, 1_200))
 def test_killed_at_steps_of_a_commit_on_spark(undisturbed_small: Output, tmp_path: Path) -> None:
     """One job, killed at each step in turn. Its files are those of the local engine, byte for byte. The steps are the
-    driver's, the same on every engine, and each start of Spark takes its time: all of them with PENSTOCK_SLOW=1."""
-    some = ("after-log", "between-sinks", "before-manifest", "after-compact")
-    for step in driver_job.STEPS if "PENSTOCK_SLOW" in os.environ else some:
+    driver's, the same on every engine, and each start of Spark takes its time: all of them in ``make test-all``."""
+    for step in driver_job.STEPS if THOROUGH else ("between-sinks", "after-manifest"):
         assert run(tmp_path, "spark", "--small", "--die", f"{step}:1") != 0, f"the job ended before '{step}'"
     assert run(tmp_path, "spark", "--small") == 0
     check(tmp_path, undisturbed_small)
@@ -197,8 +196,8 @@ def test_killed_at_steps_of_a_commit_on_spark(undisturbed_small: Output, tmp_pat
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.skipif("PENSTOCK_SLOW" not in os.environ, reason="25 deaths on Spark take minutes: set PENSTOCK_SLOW=1")
-@pytest.mark.timeout(900)
+@pytest.mark.thorough
+@pytest.mark.timeout(3_600)
 def test_killed_at_random_moments_on_spark(undisturbed_small: Output, tmp_path: Path) -> None:
     for seed in range(5):
         place = tmp_path / str(seed)

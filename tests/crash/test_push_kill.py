@@ -21,7 +21,7 @@ import pytest
 import penstock as ps
 from tests.crash import push_job
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.crash
 
 SCRIPT = Path(push_job.__file__)
 SENDERS, RECORDS = 3, 60
@@ -76,7 +76,7 @@ class Sender(threading.Thread):
             url = urlsplit((self.place / "address").read_text())
         except FileNotFoundError:
             return False
-        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=10)
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=120)
         try:
             connection.request("POST", url.path, body, {"Idempotency-Key": key})
             return connection.getresponse().status == 200
@@ -101,7 +101,7 @@ def test_acknowledged_records_count_once_however_often_the_job_dies(tmp_path: Pa
             life.kill()
             life = Life(tmp_path)
         for sender in senders:
-            sender.join(60)
+            sender.join(120)
             assert not sender.is_alive()
         life.stop()
     finally:

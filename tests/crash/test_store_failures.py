@@ -30,6 +30,7 @@ from penstock.state.checkpoint import Manifest
 from penstock.state.codec import decode_header
 from penstock.state.store import FailingStore, MemoryStore, Store
 from penstock.testing import rows
+from tests.scale import THOROUGH
 
 pytestmark = [pytest.mark.crash]
 
@@ -73,7 +74,7 @@ SETTINGS: dict[str, Any] = {
 
 def run(flow: ps.Flow, **settings: Any) -> Job:
     job = start(flow, engine="local", config=ps.Config(**{**SETTINGS, **settings}))
-    assert job.wait(60), "it hangs"
+    assert job.wait(120), "it hangs"
     return job
 
 
@@ -111,16 +112,17 @@ def writes_of_a_whole_run(use_store: Callable[[Store], None], place: Path) -> in
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("after", [False, True], ids=["before it takes effect", "after it took effect"])
 def test_the_disk_vanishes_at_each_write(
     after: bool, expected: dict[str, pl.DataFrame], use_store: Callable[[Store], None], tmp_path: Path
 ) -> None:
-    """For every k: the job ends with a clear error or (garbage, merges) goes on; the next one completes the output."""
+    """For every k: the job ends with a clear error or (garbage, merges) goes on; the next one completes the output.
+    ``make test`` tries every third, and others before the write takes effect than after it."""
     total = writes_of_a_whole_run(use_store, tmp_path / "counting")
     assert total > 20
     failed = 0
-    for k in range(1, total + 1):
+    tried = range(1, total + 1) if THOROUGH else range(1 + after, total + 1, 3)
+    for k in tried:
         out = tmp_path / str(k)
         disk = MemoryStore()
         use_store(FailingStore(disk, k, after=after))
@@ -134,7 +136,7 @@ def test_the_disk_vanishes_at_each_write(
         use_store(disk)
         run(build(out))
         check(out, expected)
-    assert failed > total // 2
+    assert failed > len(tried) // 2
 
 
 def test_a_write_that_fails_once_is_no_catastrophe(
@@ -313,7 +315,7 @@ def test_a_checkpoint_lost_while_the_job_runs_ends_it_at_once(
     use_store(Losing(disk, prefix))
     job = start(build(tmp_path), engine="local", config=ps.Config(**SETTINGS))
     with pytest.raises(CheckpointError) as error:
-        job.wait(60)
+        job.wait(120)
     assert job.status().recoveries == 0
     assert type(error.value) is CheckpointError and str(error.value.evidence["path"]).startswith(prefix)
     for words in ("slices 0, ", "backup", str(error.value.evidence["path"]), "is missing"):
@@ -405,7 +407,7 @@ def python(code: str) -> str:
     path = os.pathsep.join(p for p in sys.path if p)
     env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -27,10 +27,9 @@ WAIT_S = 240.0
 
 
 def examples(count: int) -> settings:
-    """So many in ``make test``, ten times as many in ``make test-all``."""
-    return settings(
-        max_examples=2_000 if settings.get_current_profile_name() == "thorough" else scaled(count, 10 * count)
-    )
+    """This many in ``make test``, ten times as many in ``make test-all``."""
+    thorough = settings.get_current_profile_name() == "thorough"
+    return settings(max_examples=2_000 if thorough else scaled(count, 10 * count))
 
 
 def plain(value: Any) -> Any:

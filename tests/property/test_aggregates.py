@@ -356,9 +356,9 @@ def test_a_restore_in_the_middle(seed: int, count: int) -> None:
         config = ps.Config(instances=r.randint(1, 3), slices=8, checkpoint=directory, checkpoint_interval_s=0.0)
         first = start(flow(source, sinks[0], names, window), engine="local", config=config)
         try:
-            first.wait(60)
+            first.wait(120)
         except SourceError:
-            assert start(flow(source, sinks[1], names, window), engine="local", config=config).wait(60)
+            assert start(flow(source, sinks[1], names, window), engine="local", config=config).wait(120)
     assert found(sinks, names, windowed) == expected(frame, names, windowed)
 
 

@@ -51,7 +51,7 @@ def run(seed: int, disturbed: bool) -> tuple[Made, Job]:
     job = start(made.flow, engine="local", config=config, trip=trip)
     held.append(job)
     ready.set()
-    assert job.wait(60)
+    assert job.wait(120)
     return made, job
 
 

@@ -11,8 +11,9 @@ from penstock.engines.sim.world import Driver, World
 from penstock.observe import journal as journal_module
 from penstock.observe.journal import replay
 from penstock.observe.story import tell
+from tests.scale import scaled
 
-SEEDS = int(os.environ.get("PENSTOCK_JOURNAL_SEEDS", "25"))
+SEEDS = int(os.environ.get("PENSTOCK_JOURNAL_SEEDS", scaled(10, 100)))
 
 
 @pytest.fixture
@@ -31,7 +32,6 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> list[Driver]:
     return lives
 
 
-@pytest.mark.timeout(300)
 def test_every_journal_replays(drivers: list[Driver]) -> None:
     steps = 0
     for seed in range(SEEDS):

@@ -33,7 +33,7 @@ from penstock.engines.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARK_HOME = Path(pyspark.__file__).parent
-UP_S = 90.0
+UP_S = 240.0
 
 
 def run(script: str, *args: object, timeout_s: float) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def say(**found: object) -> None:
 
 
 @contextlib.contextmanager
-def daemon(name: str, *args: str, ready: str, work: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def daemon(name: str, *args: str, ready: str, work: Path, host: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """One of Spark's daemons, and what ``ready`` matched in its log. Ended with the block."""
     env = {
         **os.environ,
@@ -72,7 +72,7 @@ def daemon(name: str, *args: str, ready: str, work: Path) -> Iterator[tuple[subp
         "SPARK_WORKER_DIR": str(work),
         "SPARK_DAEMON_JAVA_OPTS": "-Dspark.decommission.enabled=true -XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
-    on = ["--host", "127.0.0.1", "--port", "0", "--webui-port", "0"]
+    on = ["--host", host, "--port", "0", "--webui-port", "0"]
     command = [str(SPARK_HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *on, *args]
     process = subprocess.Popen(command, env=env, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
     seen: list[str] = []
@@ -94,8 +94,8 @@ def daemon(name: str, *args: str, ready: str, work: Path) -> Iterator[tuple[subp
         yield process, match[0]
     finally:
         process.terminate()
-        process.wait(30)
-        reader.join(10)
+        process.wait(60)
+        reader.join(60)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -157,6 +157,16 @@ class Watch:
         if self.runtime.ended.is_set():
             self.job.wait()  # raises what ended it
         assert ok, f"waited in vain for: {what}; {self.job.status()}"
+
+
+def checkpoint_open(c: Controller) -> bool:
+    """Has a checkpoint begun that is not complete yet?"""
+    return c.checkpoint is not None
+
+
+def at_rest(c: Controller) -> bool:
+    """Is everything done that was asked for: nothing moves, grows, shrinks, is handed over or recovers?"""
+    return c.phase == "running" and not (c.migration or c.resizes or c.handed)
 
 
 TICK_S = 0.4

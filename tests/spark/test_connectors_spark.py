@@ -36,23 +36,13 @@ from penstock.errors import FlowError, SinkError, SourceError, UserCodeError
 
 pytestmark = pytest.mark.spark
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    session = (
-        SparkSession.builder.master("local[2]")
-        .appName("connectors")
-        .config("spark.ui.enabled", "false")
-        .config("spark.sql.shuffle.partitions", "2")
-        .config("spark.sql.session.timeZone", "UTC")
-        .config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse")))
-        .getOrCreate()
-    )
+def spark(session: SparkSession) -> SparkSession:
     session.sparkContext.setLogLevel("OFF")
-    yield session
-    session.stop()
+    return session
 
 
 def read_all(source: Source, start: Any, end: Any, parallelism: int) -> ReadResult:

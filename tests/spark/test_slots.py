@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +67,7 @@ def outputs(out):
 
 def workers_left():
     found = psutil.Process().children(recursive=True)
-    _, alive = psutil.wait_procs([p for p in found if p.is_running() and named_python(p)], timeout=20)
+    _, alive = psutil.wait_procs([p for p in found if p.is_running() and named_python(p)], timeout=120)
     return [p.pid for p in alive]
 
 
@@ -112,7 +112,7 @@ def main():
 
     job._runtime._observe = watch
     threading.Thread(target=cancel, daemon=True).start()
-    assert job.wait(150), "it hangs"
+    assert job.wait(240), "it hangs"
     ours, theirs = outputs(place / "spark"), outputs(place / "local")
     status = job.status()
     print(json.dumps({
@@ -142,7 +142,7 @@ def run(place: Path, daemon: str) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4_000:]
@@ -165,6 +165,7 @@ def test_a_cancelled_job_leaves_the_containers_as_they_are(tmp_path: Path) -> No
     assert found["missing"] == 0
 
 
+@pytest.mark.thorough
 def test_with_the_daemon_of_pyspark_state_is_loaded_again(tmp_path: Path) -> None:
     """So it is in a session that was started by somebody else."""
     found = run(tmp_path, "pyspark.daemon")

@@ -75,7 +75,7 @@ def test_the_feeder_gives_more_at_high_water(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "in").mkdir()
     feeder = tide.TideFeeder(tmp_path / "pool", tmp_path / "in", Tide(0.03, 0.04, 0.02, 1.0))
     feeder.start()
-    feeder.join(10.0)
+    feeder.join(120)
     assert [file.rows for file in feeder.files] == [10] * 3 + [40] * 4 + [10] * 2
     found = pl.concat([pl.read_parquet(p) for p in sorted((tmp_path / "in").iterdir())])
     expected = found.group_by("key").agg(n=pl.len().cast(pl.Int64), total=pl.col("amount").sum()).sort("key")

@@ -220,7 +220,7 @@ def test_a_contender_that_hangs_is_ended_with_its_children(tmp_path: Path, monke
     pid = int((tmp_path / "work" / "child").read_text())
     with contextlib.suppress(psutil.NoSuchProcess):
         child = psutil.Process(pid)
-        psutil.wait_procs([child], timeout=10)
+        psutil.wait_procs([child], timeout=120)
     assert not _alive(pid)
 
 
@@ -536,7 +536,7 @@ def test_the_memory_watch_ends_when_told() -> None:
     watch = common.MemoryWatch(os.getpid())
     watch.start()
     watch.stop()
-    watch.join(10)
+    watch.join(120)
     assert not watch.is_alive() and threading.current_thread() is not watch
 
 

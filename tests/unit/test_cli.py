@@ -355,7 +355,7 @@ def test_the_first_signal_stops_in_good_order_and_says_how_to_resume(number: int
     with launch("run", "f.py", "--checkpoint", "st") as process:
         read_until(process.stdout, "running")
         process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "words stopped: 0 rows in 7 epochs" in out
     assert err.splitlines() == [
@@ -368,7 +368,7 @@ def test_the_command_waits_for_the_job_to_tidy_up() -> None:
     with launch("run", "f.py", fake="tidy") as process:
         read_until(process.stdout, "running")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert Path("tidied").exists()
     assert "--checkpoint DIR" in err
@@ -380,7 +380,7 @@ def test_the_second_signal_stops_at_once() -> None:
         process.send_signal(signal.SIGINT)
         read_until(process.stderr, "Stopping after this epoch")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Stopped." in err and "Traceback" not in err
 
@@ -389,7 +389,7 @@ def test_a_signal_while_starting_ends_the_command() -> None:
     with launch("run", "f.py", fake="slow-start") as process:
         read_until(process.stdout, "starting")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in err
 
@@ -399,7 +399,7 @@ def test_json_keeps_standard_output_to_itself() -> None:
         assert process.stdout is not None
         first = process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     statuses = [json.loads(line) for line in [first, *out.splitlines()]]
     assert statuses[0]["phase"] == "running" and statuses[-1]["phase"] == "stopped"
     assert "noise of the JVM" in err and "noise of a function" in err

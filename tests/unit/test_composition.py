@@ -84,7 +84,7 @@ def test_a_named_partition_has_its_own_instances_and_is_a_handle_to_rescale() ->
     config = ps.Config(instances=1, control=False, checkpoint_interval_s=0.0)
     held.append(job := start(flow, engine="local", config=config, trip=trip))
     ready.set()
-    assert job.wait(60)
+    assert job.wait(120)
     (first,), last = before, job.routing
     assert first is not None and last is not None and last.version > first.version
     assert [dict(Counter(table.owners[StageId("counts")])) for table in (first, last)] == [
@@ -100,7 +100,7 @@ def test_a_job_that_has_ended_refuses_to_be_rescaled_and_says_why() -> None:
     flow, stream = numbers()
     stream.key_by("k").aggregate("counts", n=ps.count()).sink("out", ps.memory())
     job = start(flow, engine="local", config=ps.Config(control=False))
-    assert job.wait(60)
+    assert job.wait(120)
     with pytest.raises(ConfigError, match=r"the job is complete\. It takes no orders any more\."):
         job.rescale("counts", 2)
     source = testing.CrashingSource(testing.rows(NUMBERS), 1)
@@ -108,7 +108,7 @@ def test_a_job_that_has_ended_refuses_to_be_rescaled_and_says_why() -> None:
     flow.source("in", source).key_by("k").aggregate("counts", n=ps.count()).sink("out", ps.memory())
     job = start(flow, engine="local", config=ps.Config(control=False, epoch_rows=1))
     with pytest.raises(SourceError):
-        job.wait(60)
+        job.wait(120)
     with pytest.raises(ConfigError, match=r"the job failed: .*on purpose after 1 rows"):
         job.rescale("counts", 2)
 

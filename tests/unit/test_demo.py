@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,25 @@ def test_time_counts_from_the_first_output_and_the_rescale_comes_half_way() -> N
     director(0)
     director.join()
     assert job.stopped.is_set() and director(0)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_it_ends_when_its_last_act_is_over_or_after_twice_the_time(over: bool) -> None:
+    job, now, done = FakeJob(), [0.0], []
+    act = replace(job.act(0.5, "x"), over=lambda status: bool(done))
+    director = Director(job, 20.0, [act], clock=lambda: now[0])
+    job.epoch = 1
+    director(0)
+    for now[0] in (10.0, 20.0, 39.9):
+        director(0)
+        assert job.asked == ["x"] and director._stopper is None
+    if over:
+        done.append(True)
+    else:
+        now[0] = 40.0
+    director(0)
+    director.join()
+    assert job.stopped.is_set()
 
 
 def test_an_interrupt_ends_it_without_a_rescale() -> None:
@@ -351,19 +371,18 @@ def real_run(place: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_it_runs_on_spark_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """A minute for a real run: exact over a rescale, one JSON object on standard output, a clean directory after it."""
     result = real_run(tmp_path, "--master", "local[2]", "--seconds", "15")
     assert result["exact"] is True and result["windows"] > 0
     moved = result["rescale"]["slices_moved"]
-    assert 0 <= moved <= 40, "about half of the 64, by load; fewer if the demonstration ended before the moves did"
+    assert 24 <= moved <= 40, "about half of the 64, by load"
     assert result["late"] == 0 and result["recoveries"] == 0
 
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.thorough
 def test_with_executors_one_leaves_another_comes_and_output_goes_on(tmp_path: Path) -> None:
     """A minute for real executors: more than half of the 30 s is for the Java of the one that comes."""
     result = real_run(tmp_path, "--executors", "2", "--seconds", "30")

@@ -18,7 +18,7 @@ def loaded_after(imports: list[str], suspects: tuple[str, ...]) -> list[str]:
     code = "\n".join(
         [*(f"import {name}" for name in imports), "import sys", f"print([m for m in {suspects!r} if m in sys.modules])"]
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     result: list[str] = eval(done.stdout)
     return result

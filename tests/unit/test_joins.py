@@ -230,8 +230,8 @@ def test_a_job_that_crashed_goes_on_where_it_was(tmp_path: Path) -> None:
     config = ps.Config(instances=2, epoch_rows=7, checkpoint=str(tmp_path / "state"), checkpoint_interval_s=0)
     source = testing.CrashingSource(testing.rows(left), 30)
     with pytest.raises(SourceError):
-        start(flow(source, ps.parquet(tmp_path / "out")), engine="local", config=config).wait(60)
-    assert start(flow(source, ps.parquet(tmp_path / "out")), engine="local", config=config).wait(60)
+        start(flow(source, ps.parquet(tmp_path / "out")), engine="local", config=config).wait(120)
+    assert start(flow(source, ps.parquet(tmp_path / "out")), engine="local", config=config).wait(120)
     undisturbed = testing.collect(flow(testing.rows(left), ps.memory()))
     assert Counter(ps.read_output(tmp_path / "out").select(undisturbed.columns).rows()) == Counter(undisturbed.rows())
     assert undisturbed.height > 60

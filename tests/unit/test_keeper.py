@@ -475,7 +475,7 @@ def test_the_store_away_is_tried_again_with_growing_pauses_and_pieces_still_coun
         job.tell()
         job.run(1.0)
     assert job.held() == {0, 1}, "what is held stays current without the store"
-    assert 5 <= job.keeper.stats()["store_errors"] <= 8
+    assert job.keeper.stats()["store_errors"] == 7
     assert "does not answer" in (job.keeper.waits() or "")
     assert job.keeper.problem() is None, "a store that is away makes no bad holder"
     assert set(job.keeper.take("s", ALL, job.manifest.epoch)) == {0, 1}
@@ -644,7 +644,7 @@ def test_take_never_raises_nor_waits_longer_than_it_says() -> None:
 
     class Hanging(MemoryStore):
         def get(self, name: str) -> bytes:
-            hang.wait(60)
+            hang.wait(120)
             raise OSError(errno.ETIMEDOUT, "gone")
 
     def load(checkpoint: int) -> Manifest:
@@ -713,7 +713,7 @@ def test_a_disk_that_really_breaks_costs_backups_and_nothing_else(how: str, tmp_
     if how != "limited":
         mounting = ["unshare", "--map-root-user", "--mount", "sh", "-c", MOUNT, str(tmp_path)]
         try:
-            subprocess.run([*mounting, "true"], check=True, capture_output=True, timeout=30)
+            subprocess.run([*mounting, "true"], check=True, capture_output=True, timeout=120)
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"a disk cannot be mounted here: {error}")
         command = [*mounting, *command]

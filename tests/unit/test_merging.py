@@ -153,7 +153,7 @@ def test_the_end_of_the_job_ends_a_merge(tmp_path: Path, monkeypatch: pytest.Mon
     while not aside._running:
         thread.join(0.01)
     aside.close()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive() and not store.exists(asked.name)
     with pytest.raises(PenstockError, match="the job is over"):
         aside(store, asked)

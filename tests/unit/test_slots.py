@@ -20,7 +20,7 @@ import pytest
 
 from penstock.engines.spark import session, slots
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 SECRET = "open sesame"
 WORKER = """
 import os, signal, sys, types

@@ -45,7 +45,7 @@ def spool(store: Any, **settings: Any) -> Spool:
 def kept(one: Spool, *batches: Batch) -> None:
     for each in batches:
         done = one.append(each, wait=True)
-        assert done.done.wait(10) and done.error is None
+        assert done.done.wait(120) and done.error is None
 
 
 def opened(source: PushSource, place: Path | None) -> Any:
@@ -84,14 +84,14 @@ def test_nothing_is_shown_before_it_is_durable() -> None:
 
     class Slow(MemoryStore):
         def put_if_absent(self, name: str, data: bytes) -> bool:
-            assert allow.wait(10)
+            assert allow.wait(120)
             return super().put_if_absent(name, data)
 
     one = spool(Slow())
     first = one.append(batch(("a", 1)), wait=True)
     assert one.plan(START, 10) is None and not first.done.is_set()
     allow.set()
-    assert first.done.wait(10)
+    assert first.done.wait(120)
     assert one.plan(START, 10) == ({"segment": 1, "row": 0}, 1)
     one.close()
 
@@ -102,15 +102,15 @@ def test_batches_that_come_while_it_writes_share_a_segment() -> None:
     class Slow(MemoryStore):
         def put_if_absent(self, name: str, data: bytes) -> bool:
             entered.set()
-            assert allow.wait(10)
+            assert allow.wait(120)
             return super().put_if_absent(name, data)
 
     one = spool(Slow())
     batches = [one.append(batch(("first", 0)), wait=True)]
-    assert entered.wait(10)
+    assert entered.wait(120)
     batches += [one.append(batch(("b", i)), wait=True) for i in range(9)]
     allow.set()
-    assert all(b.done.wait(10) for b in batches)
+    assert all(b.done.wait(120) for b in batches)
     assert [s.rows for s in one.segments.values()] == [1, 9]
     one.close()
 
@@ -166,14 +166,14 @@ def test_the_same_key_twice_at_once_is_one_batch() -> None:
 
     class Slow(MemoryStore):
         def put_if_absent(self, name: str, data: bytes) -> bool:
-            assert allow.wait(10)
+            assert allow.wait(120)
             return super().put_if_absent(name, data)
 
     one = spool(Slow())
     first = one.append(batch(("a", 1), key="k"), wait=False)
     assert one.append(batch(("a", 1), key="k"), wait=False) is first
     allow.set()
-    assert first.done.wait(10) and sum(s.rows for s in one.segments.values()) == 1
+    assert first.done.wait(120) and sum(s.rows for s in one.segments.values()) == 1
     one.close()
 
 
@@ -185,7 +185,7 @@ def test_the_backlog_is_bounded_by_rows_and_bytes_and_frees_itself() -> None:
     waited = threading.Thread(target=lambda: kept(one, batch(("d", 4), ("e", 5))))
     waited.start()
     assert one.plan(START, 100) is not None  # an epoch took it up
-    waited.join(10)
+    waited.join(120)
     assert not waited.is_alive() and len(one.segments) == 2
     one.close()
     small = spool(MemoryStore(), bytes_max=100)
@@ -199,7 +199,7 @@ def test_a_store_that_fails_is_an_error_for_the_sender_and_for_the_job() -> None
     one = spool(FailingStore(MemoryStore(), fail_at=2))
     kept(one, batch(("a", 1)))
     lost = one.append(batch(("b", 2)), wait=True)
-    assert lost.done.wait(10) and isinstance(lost.error, SourceError)
+    assert lost.done.wait(120) and isinstance(lost.error, SourceError)
     assert one.plan(START, 10) == ({"segment": 1, "row": 0}, 1), "what was kept before is still read"
     with pytest.raises(SourceError, match="could not be kept"):
         one.plan({"segment": 1, "row": 0}, 10)
@@ -213,7 +213,7 @@ def test_a_segment_is_never_replaced() -> None:
     one = spool(disk)
     disk.put("spool/in/000000000000.arrow", b"of another start")
     lost = one.append(batch(("a", 1)), wait=True)
-    assert lost.done.wait(10) and isinstance(lost.error, CheckpointInUse)
+    assert lost.done.wait(120) and isinstance(lost.error, CheckpointInUse)
     assert disk.get("spool/in/000000000000.arrow") == b"of another start"
     one.close()
     with pytest.raises(CorruptData, match="damaged"):
@@ -233,8 +233,8 @@ def test_closing_refuses_and_wakes_who_waits() -> None:
     waiting = threading.Thread(target=wait_for_room)
     waiting.start()
     one.close()
-    assert refused.wait(10)
-    waiting.join(10)
+    assert refused.wait(120)
+    waiting.join(120)
 
 
 def test_cutting_is_even_and_complete() -> None:
@@ -270,7 +270,7 @@ def test_a_restart_asks_the_iterator_for_the_rest(tmp_path: Path) -> None:
         asked.append(skip)
         for i in range(skip, 10):
             if i == 6 and not more.is_set():
-                more.wait(20)
+                more.wait(120)
                 return
             yield "k", i
 
@@ -311,9 +311,9 @@ def test_an_iterator_that_raises_ends_the_job_and_what_it_gave_is_kept(tmp_path:
 
     out = tmp_path / "out"
     with pytest.raises(SourceError, match="the well is dry"):
-        job(ps.parquet(out)).wait(30)
+        job(ps.parquet(out)).wait(120)
     wet = True
-    job(ps.parquet(out)).wait(30)
+    job(ps.parquet(out)).wait(120)
     assert ps.read_output(out)["n"].to_list() == [1, 2]
 
 
@@ -321,7 +321,7 @@ def test_without_a_checkpoint_directory_the_job_says_what_that_means() -> None:
     flow = ps.Flow("brief")
     flow.source("in", ps.iterator(lambda: [1], {"n": int})).sink("out", ps.memory())
     job = start(flow, engine="local", config=ps.Config())
-    job.wait(30)
+    job.wait(120)
     assert any("no checkpoint directory" in n for n in job.notices)
 
 
@@ -339,7 +339,7 @@ def test_a_flow_over_an_iterator_ends_with_it_and_leaves_nothing_behind(
 
     def writing(runtime: Runtime, command: WriteManifest) -> None:
         write(runtime, command)
-        assert not command.manifest.clocks["final"] or ending.wait(30)
+        assert not command.manifest.clocks["final"] or ending.wait(120)
 
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", ends)
     monkeypatch.setattr(Runtime, "_write_manifest", writing)
@@ -348,7 +348,7 @@ def test_a_flow_over_an_iterator_ends_with_it_and_leaves_nothing_behind(
     stream = flow.source("in", ps.iterator(lambda skip: ((f"k{i % 3}", i) for i in range(skip, 3000)), SCHEMA))
     stream.key_by("k").aggregate("sums", n=ps.count(), s=ps.sum("n")).sink("out", got)
     config = ps.Config(checkpoint=str(tmp_path), epoch_rows=100, checkpoint_interval_s=0, manifests_kept=1)
-    start(flow, engine="local", config=config).wait(60)
+    start(flow, engine="local", config=config).wait(120)
     last = got.frame().group_by("k").agg(pl.col("n").max(), pl.col("s").max()).sort("k")
     assert last.rows() == [(f"k{r}", 1000, sum(range(r, 3000, 3))) for r in range(3)]
     assert [f.name for f in (tmp_path / "spool" / "in").iterdir()] == ["seen.json"], "committed, so deleted"
@@ -421,7 +421,7 @@ def test_a_peer_that_cannot_be_reached_is_named(peer: Peer) -> None:
     flow = ps.Flow("lonely")
     flow.source("in", ps.socket("127.0.0.1", peer.port, patience_s=0)).sink("out", ps.memory())
     with pytest.raises(SourceError, match=f"127.0.0.1:{peer.port} could not be reached"):
-        start(flow, engine="local", config=ps.Config()).wait(30)
+        start(flow, engine="local", config=ps.Config()).wait(120)
 
 
 # ---- HTTP ----
@@ -430,7 +430,7 @@ def test_a_peer_that_cannot_be_reached_is_named(peer: Peer) -> None:
 def post(source: HttpSource, body: bytes | str, path: str | None = None, **headers: str) -> tuple[int, dict[str, Any]]:
     assert source.address is not None
     url = urlsplit(source.address)
-    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=20)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=120)
     try:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request("POST", path or url.path, body, named)
@@ -670,7 +670,7 @@ def test_a_port_in_use_is_named(served: Callable[..., HttpSource], tmp_path: Pat
     flow = ps.Flow("second")
     flow.source("in", ps.http_push(taken or 0, SCHEMA)).sink("out", ps.memory())
     with pytest.raises(SourceError, match=f"cannot listen on 127.0.0.1:{taken}") as caught:
-        start(flow, engine="local", config=ps.Config()).wait(30)
+        start(flow, engine="local", config=ps.Config()).wait(120)
     assert "choose another port" in caught.value.remedy
 
 
@@ -680,7 +680,7 @@ def test_many_senders_at_once_each_once(tmp_path: Path) -> None:
     flow = ps.Flow("pushed")
     flow.source("in", source).sink("out", got)
     job = start(flow, engine="local", config=ps.Config(checkpoint=str(tmp_path / "c"), checkpoint_interval_s=0))
-    assert source.opened.wait(20)
+    assert source.opened.wait(120)
     failed: list[Any] = []
 
     def send(sender: int) -> None:
@@ -693,7 +693,7 @@ def test_many_senders_at_once_each_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert failed == []
     with source.spool.wake:  # a stop leaves in the spool what no epoch has taken up, for the next start
         assert source.spool.wake.wait_for(lambda: source.spool.backlog()[0] == 0, 20)

@@ -459,7 +459,7 @@ def test_an_operation_that_hangs_is_left_behind() -> None:
         def put(self, name: str, data: bytes) -> None:
             self.calls += 1
             if self.calls == 1:
-                release.wait(20)
+                release.wait(120)
                 done.set()
             super().put(name, data)
 
@@ -468,7 +468,7 @@ def test_an_operation_that_hangs_is_left_behind() -> None:
     store.put("x", b"1")
     assert inner.calls == 2 and inner.items == {"x": b"1"}
     release.set()
-    assert done.wait(10)
+    assert done.wait(120)
 
 
 def test_hanging_operations_do_not_pile_up() -> None:
@@ -478,7 +478,7 @@ def test_hanging_operations_do_not_pile_up() -> None:
     class Hangs(MemoryStore):
         def get(self, name: str) -> bytes:
             calls.append(name)
-            release.wait(20)
+            release.wait(120)
             return b""
 
     store = retrying(Hangs(), hand, timeout_s=0.001, away_s=1000.0)
@@ -501,10 +501,10 @@ def test_who_waits_for_the_store_is_woken_at_the_end_of_the_job() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert away.wait(10)
+    assert away.wait(120)
     store.abandon()
-    assert ended.wait(10)
-    thread.join(10)
+    assert ended.wait(120)
+    thread.join(120)
 
 
 def test_a_patient_store_travels_to_workers(tmp_path: Path) -> None:

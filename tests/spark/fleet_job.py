@@ -180,7 +180,7 @@ class Fleet:
         return {
             "nodes": sorted({node for _, _, node in self.seen}),
             "homes": sorted(self.seen),
-            "remote": sum(o.bytes_remote for o in status.operators),
+            "remote": sum(s.bytes_remote for s in status.stages),
             "recoveries": status.recoveries,
         }
 

@@ -123,7 +123,7 @@ def test_a_stage_cannot_have_more_instances_than_slices(tmp_path: Path) -> None:
 
     job = run(flow(tmp_path, 8, 64), {1: too_many}, instances=20)
     assert refused and refused[0].remedy
-    assert {o.id: o.instances for o in job.status().operators} == {"in": 20, "sums": 8, "ranks": 2}
+    assert {s.id: s.instances for s in job.status().stages} == {"in": 20, "sums": 8, "ranks": 2}
     assert job.status().slices == 64
 
 

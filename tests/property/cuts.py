@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock import testing
-from penstock.control.epochs import Baseline
 from penstock.engines.job import Job, start
 
 THOROUGH = settings.get_current_profile_name() == "thorough"
@@ -53,9 +52,8 @@ class Cut:
     checkpoint_s: float
     in_flight: int
     rescales: tuple[tuple[int, int], ...]
-    """(after this epoch, to so many instances)"""
-    stop_and_copy: bool = False
-    """Slices move all at once; else while epochs run, so that a rescale may be halfway when the input ends."""
+    """(after this epoch, to so many instances). Slices move while epochs run, so that a rescale may be halfway when
+    the input ends."""
 
 
 def some_cut(r: random.Random, count: int) -> Cut:
@@ -70,7 +68,6 @@ def some_cut(r: random.Random, count: int) -> Cut:
         r.choice([0.0, 0.0, 3600.0]),
         r.randint(1, 3),
         tuple((r.randint(1, 4), r.randint(1, most)) for _ in range(r.randint(0, 2))),
-        r.choice([False, True]),
     )
 
 
@@ -97,7 +94,7 @@ def run(build: Callable[[ps.Source], ps.Flow], frame: pl.DataFrame, cut: Cut, ke
                     for stage in keyed:
                         held[0].rescale(stage, instances)
 
-    job = start(flow, engine="local", config=config, trip=trip, baseline=Baseline(stop_and_copy=cut.stop_and_copy))
+    job = start(flow, engine="local", config=config, trip=trip)
     held.append(job)
     ready.set()
     assert job.wait(60)

@@ -125,7 +125,7 @@ def test_slices_are_spread_by_load_not_by_number(schedule: str, alone: bool) -> 
     loaded(d, rates)
     d.step(RebalanceRequested(now=d.now))
     d.epoch()
-    d.until(lambda: not d.controller.moves)
+    d.until(lambda: not d.controller.moves.by_slice)
     owners = d.controller.routes.table.owners[COUNT]
     sums = Counter({c: sum(r for r, o in zip(rates, owners, strict=True) if o == c) for c in set(owners)})
     assert (max(sums.values()) <= 9000) == alone
@@ -224,7 +224,7 @@ def test_a_new_container_takes_half_an_arc_and_no_other_slice_moves() -> None:
     assert asked == RescaleRequested(now=d.now, stage=COUNT, instances=3, targets={2: 2, 3: 2})
     d.step(asked)
     d.epoch()
-    d.until(lambda: not d.controller.moves and not d.controller.balance.waiting)
+    d.until(lambda: not d.controller.moves.by_slice and not d.controller.balance.waiting)
     assert d.controller.routes.table.owners[COUNT] == (0, 0, 2, 2, 1, 1, 1, 1)
 
 
@@ -234,7 +234,7 @@ def test_the_neighbour_takes_a_whole_arc_and_the_last_container_goes() -> None:
     assert asked == RescaleRequested(now=d.now, stage=COUNT, instances=3, targets={6: 0, 7: 0})
     d.step(asked)
     d.epoch()
-    d.until(lambda: not d.controller.moves and not d.controller.resizes.wanted)
+    d.until(lambda: not d.controller.moves.by_slice and not d.controller.resizes.wanted)
     assert d.controller.routes.table.owners[COUNT] == (0, 0, 1, 1, 2, 2, 0, 0)
     assert d.controller.routes.table.instances[COUNT] == 3
     (asked,) = considered(d, half(2, 3, source=1, target=2, instances=2))
@@ -250,16 +250,17 @@ def hot_metrics(share: float, busy_ms: float = 1000.0) -> tuple[Metrics, Any]:
     owners = (0, 0, 1, 1)
     rates = [10.0, 10.0, 100.0 * (1 - share), 100.0 * share]
     controller = SimpleNamespace(
-        routing=SimpleNamespace(
-            owners={COUNT: owners}, instances={COUNT: 2}, slices_in=lambda stage: 4, slices_most=4, version=1
+        routes=SimpleNamespace(
+            table=SimpleNamespace(
+                owners={COUNT: owners}, instances={COUNT: 2}, slices_in=lambda stage: 4, slices_most=4, version=1
+            )
         ),
-        load=SimpleNamespace(of=lambda stage, slices: rates),
-        in_flight={},
-        watermarks={},
+        balance=SimpleNamespace(load=SimpleNamespace(of=lambda stage, slices: rates)),
+        epochs=SimpleNamespace(in_flight={}, published=0),
+        watermarks=SimpleNamespace(marks={}),
         phase="running",
-        published=0,
-        committed=0,
-        recoveries=0,
+        checkpoints=SimpleNamespace(committed=0),
+        attempts=SimpleNamespace(recoveries=0),
     )
     for epoch in range(1, 11):
         m.stage_done(
@@ -307,7 +308,7 @@ def test_a_slice_that_cools_down_is_forgotten_but_not_at_once() -> None:
     m.hot_keys["count", 3] = [["the", 0.7]]
     cooler, other = hot_metrics(0.55)
     assert cooler.find_hot(other, 10.5) == {}, "it would not have been found like this"
-    controller.balance.load = other.load
+    controller.balance.load = other.balance.load
     assert m.find_hot(controller, 10.5) == {COUNT: (3,)}
     controller.balance.load = SimpleNamespace(of=lambda stage, slices: [10.0, 10.0, 60.0, 40.0])
     assert m.find_hot(controller, 10.5) == {} and not m.hot_keys

@@ -20,6 +20,7 @@ import pytest
 
 import penstock as ps
 from penstock.connectors.spill import open_spill
+from penstock.control.records import SealedDelta
 from penstock.engines import keeper as module
 from penstock.engines.keeper import ASIDE_MAX_S, REST_S, Keeper
 from penstock.engines.sim.schedule import Schedule, SimPool
@@ -332,7 +333,7 @@ def test_a_move_to_who_holds_the_slices_reads_nothing_from_the_store(holder: boo
     two, copies = {"count": 2}, [[1] if holder else []] * SLICES
     nothing = pack_blob("in", 0, [])
 
-    deltas: list[dict[str, Any]] = []  # of the owner, told by whichever report came after they were written
+    deltas: list[SealedDelta] = []  # of the owner, told by whichever report came after they were written
 
     def both(epoch: int, sent: list[bytes], **told: Any) -> list[bytes]:
         """An epoch; what the owner sent to its peer."""
@@ -348,10 +349,11 @@ def test_a_move_to_who_holds_the_slices_reads_nothing_from_the_store(holder: boo
     sent = both(1, [], seal=True)
     deltas += rig.worker.flush(rig.spec("count", 1)).deltas
     (written,) = deltas
+    assert written.file is not None
     rig.checkpoint(1, deltas, [])
     job.manifests[1] = read_manifest(job.store, 1)
     job.store.reads.clear()
-    commits = [Commit(0, 1, {written["file"]["name"]: written["touched"]})]
+    commits = [Commit(0, 1, {written.file.name: written.touched})]
     sent = both(2, sent, checkpoint=1, commits=commits)
     sent = both(3, sent, checkpoint=1, commits=commits, handover=dict.fromkeys(range(SLICES), 1))
     assert keeper.held("count") == ((1, ALL) if holder else (0, frozenset()))

@@ -13,13 +13,12 @@ from penstock.observe.metrics import WINDOW_S, Metrics
 
 def controller(**routing: int) -> Any:
     return SimpleNamespace(
-        routing=SimpleNamespace(instances=routing, slices_most=64, version=1),
-        in_flight={},
-        watermarks={},
+        routes=SimpleNamespace(table=SimpleNamespace(instances=routing, slices_most=64, version=1)),
+        epochs=SimpleNamespace(in_flight={}, published=2),
+        watermarks=SimpleNamespace(marks={}),
         phase="running",
-        published=2,
-        committed=1,
-        recoveries=0,
+        checkpoints=SimpleNamespace(committed=1),
+        attempts=SimpleNamespace(recoveries=0),
     )
 
 

@@ -10,11 +10,12 @@ import polars as pl
 import pytest
 
 import penstock as ps
+from penstock.control.records import SealedDelta
 from penstock.engines import task
 from penstock.engines.task import MANIFEST_NAME, TaskSpec, Worker, pack_blob, split_by_owner, unpack_blob
 from penstock.operators.base import HASH, NEVER
 from penstock.plan import compile_flow
-from penstock.state.checkpoint import DeltaFile, Manifest
+from penstock.state.checkpoint import Manifest
 from penstock.state.codec import decode_header
 from penstock.state.hashing import hash_columns
 from penstock.state.slicemap import SliceMap
@@ -65,15 +66,15 @@ class Rig:
         if blobs is None:
             blobs = [self.source(epoch)[0]]
         report, _ = self.worker.run(self.spec("count", epoch, **changes), blobs)
-        table = report.tables.get("o")
+        table = report.output.tables.get("o") if report.output is not None else None
         if table is None:
             return report, {}
         frame = pl.read_ipc_stream(table)
         return report, {k: (n, x) for k, n, x in frame.iter_rows()}
 
-    def checkpoint(self, epoch: int, deltas: list[dict[str, Any]], owners: list[int]) -> None:
+    def checkpoint(self, epoch: int, deltas: list[SealedDelta], owners: list[int]) -> None:
         """What the driver writes once all deltas are there."""
-        files = tuple(DeltaFile(**d["file"]) for d in deltas if d["file"] is not None)
+        files = tuple(d.file for d in deltas if d.file is not None)
         manifest = Manifest("job", "f", {}, epoch, files={"count": files})
         self.store.put(MANIFEST_NAME.format(epoch), manifest.to_bytes())
 
@@ -150,8 +151,9 @@ def test_a_delta_says_which_input_it_reflects() -> None:
     rig = Rig()
     rig.count(1)
     ran, _ = rig.count(2, seal=True, progress={"in": {"row": 8}})
-    (file,) = (d["file"] for d in [*ran.deltas, *rig.worker.flush(rig.spec("count", 2)).deltas])
-    header = decode_header(rig.store.get(file["name"]), file["name"])
+    (file,) = (d.file for d in [*ran.deltas, *rig.worker.flush(rig.spec("count", 2)).deltas])
+    assert file is not None
+    header = decode_header(rig.store.get(file.name), file.name)
     assert header["progress"] == {"in": {"row": 8}} and header["epoch_to"] == 2
 
 
@@ -175,8 +177,9 @@ def test_a_flush_seals_and_waits_for_every_delta() -> None:
     rig = Rig()
     rig.count(1)
     report = rig.worker.flush(rig.spec("count", 1))
-    assert [(d["epoch"], d["attempt"]) for d in report.deltas] == [(1, 1)]
-    assert rig.store.exists(report.deltas[0]["file"]["name"])
+    assert [(d.epoch, d.attempt) for d in report.deltas] == [(1, 1)]
+    assert report.deltas[0].file is not None
+    assert rig.store.exists(report.deltas[0].file.name)
 
 
 def test_a_flush_of_an_earlier_seal_does_not_seal_again() -> None:
@@ -186,7 +189,7 @@ def test_a_flush_of_an_earlier_seal_does_not_seal_again() -> None:
     second, _ = rig.count(2)
     report = rig.worker.flush(rig.spec("count", 1))
     assert not report.missing
-    assert [d["epoch"] for d in [*first.deltas, *second.deltas, *report.deltas]] == [1]
+    assert [d.epoch for d in [*first.deltas, *second.deltas, *report.deltas]] == [1]
     assert rig.count(3)[1]["a"] == (6, 15)
 
 
@@ -202,7 +205,7 @@ def test_an_empty_fragment_writes_no_file() -> None:
     rig.count(1, seal=True)
     ran, _ = rig.count(2, [pack_blob("in", 0, [])], seal=True)
     flushed = rig.worker.flush(rig.spec("count", 2))
-    assert {"epoch": 2, "attempt": 1, "file": None} in [*ran.deltas, *flushed.deltas]
+    assert SealedDelta(epoch=2, attempt=1, file=None) in [*ran.deltas, *flushed.deltas]
 
 
 def test_slices_move_through_the_checkpoint() -> None:
@@ -324,5 +327,6 @@ def test_arrivals_are_put_in_order_whatever_order_they_come_in() -> None:
         rig.worker = Worker(compile_flow(flow.graph()), "job", rig.store)
         blobs = [rig.source(split={"first": i, "last": i + 1}, index=i)[0] for i in range(4)]
         report, _ = rig.worker.run(rig.spec("count", 1), [blobs[i] for i in order])
-        sums.append(pl.read_ipc_stream(report.tables["o"])["x"][0])
+        assert report.output is not None
+        sums.append(pl.read_ipc_stream(report.output.tables["o"])["x"][0])
     assert sums == [((1e16 + 1.0) - 1e16) + 1.0] * 3

@@ -12,7 +12,6 @@ import pytest
 
 import penstock as ps
 from penstock import testing
-from penstock.control.epochs import Baseline
 from penstock.control.events import (
     LeaveRequested,
     NodesChanged,

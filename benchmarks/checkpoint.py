@@ -317,9 +317,12 @@ def epoch_ratios(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def _growing(args: dict[str, Any], full_snapshots: bool) -> Iterator[Figures]:
+    from pyspark import cloudpickle
+
     import penstock as ps
-    from penstock.control.epochs import Baseline
+    from benchmarks import baselines
     from penstock.engines.job import start
+    from penstock.engines.task import Worker
 
     work = Path(args["work"])
     flow = ps.Flow("growth")
@@ -338,7 +341,8 @@ def _growing(args: dict[str, Any], full_snapshots: bool) -> Iterator[Figures]:
     ps.run(flow, epochs_max=args["load"], checkpoint_interval_s=NEVER_S, **settings).wait()
     begin, epochs = time.monotonic(), args["epochs"]
     config = ps.Config.load(overrides={**settings, "epochs_max": epochs, "checkpoint_interval_s": GROWTH_INTERVAL_S})
-    job = start(flow, config=config, baseline=Baseline(full_snapshots=full_snapshots))
+    cloudpickle.register_pickle_by_value(baselines)  # executors do not have the benchmarks
+    job = start(flow, config=config, worker=baselines.FullSnapshots if full_snapshots else Worker)
     job.wait()
     common.note(f"{epochs} epochs in {time.monotonic() - begin:.0f} s, restoring included")
     status = job.status()

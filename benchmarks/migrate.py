@@ -474,7 +474,8 @@ class Recorder(recovery.Trace):
 def start_totals(args: Mapping[str, Any], *, stop_and_copy: bool = False, **settings: Any) -> tuple[Any, Recorder]:
     """The running count and sum over ``in/*/*.parquet``, started and recorded."""
     import penstock as ps
-    from penstock.control.epochs import Baseline
+    from benchmarks.baselines import StopAndCopy
+    from penstock.control.controller import Controller
     from penstock.engines.job import start
 
     work = Path(args["work"])
@@ -490,7 +491,8 @@ def start_totals(args: Mapping[str, Any], *, stop_and_copy: bool = False, **sett
         "spark.local.dir": str(work / "spark"),
     }
     config = ps.Config(checkpoint=str(work / "checkpoint"), control=False, spark=spark, **settings)
-    job = start(flow, engine="spark", config=config, baseline=Baseline(stop_and_copy=stop_and_copy))
+    controller = StopAndCopy if stop_and_copy else Controller
+    job = start(flow, engine="spark", config=config, make_controller=controller)
     wait_for(lambda: job.status().phase in ("running", "failed"), recovery.SETTLE_S_MAX, "the job runs")
     return job, Recorder(job._runtime)
 

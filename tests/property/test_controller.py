@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +66,7 @@ from penstock.control.events import (
     WriteManifest,
 )
 from penstock.control.pacing import Pacer
-from penstock.control.records import NodeInfo, TaskReport
+from penstock.control.records import NodeInfo, SealedDelta, SourceSpan, TaskReport
 from penstock.control.routing import RoutingTable
 from penstock.control.settings import Settings
 from penstock.control.topology import StageInfo, Topology
@@ -108,7 +109,7 @@ class Container:
     epoch: int
     slices: frozenset[int]
     sealed: set[int]
-    pending: list[dict[str, Any]] = field(default_factory=list)
+    pending: list[SealedDelta] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
     """slice that it keeps a copy of -> the checkpoint it stands at"""
 
@@ -136,7 +137,6 @@ class World:
             deltas_max=3,
             backups=r.randint(0, 2),
             placement=r.choice(["chained", "ring"]),
-            live=r.random() < 0.85,
             move_timeout_s=r.choice([5.0, 600.0]),
         )
         self.nodes: dict[str, NodeInfo] = {}
@@ -196,7 +196,7 @@ class World:
 
     def step(self, event: Event) -> None:
         self.now += self.random.random() * 0.2
-        object.__setattr__(event, "now", self.now)
+        msgspec.structs.force_setattr(event, "now", self.now)
         commands = self.controller.step(event)
         self.controller.validate()
         for command in commands:
@@ -209,14 +209,12 @@ class World:
             case LogEpoch():
                 self.planner.append(lambda really: self.log(command, really))
             case RunStage():
-                routing = self.controller.routings[command.routing]
-                self.check_run(command, routing)
-                self.jobs.append(lambda: self.run(command, routing))
+                self.check_run(command, command.routing)
+                self.jobs.append(lambda: self.run(command, command.routing))
             case PublishEpoch():
                 self.publisher.append(lambda really: self.publish(command, really))
             case Flush():
-                routing = self.controller.routings[command.routing]
-                self.jobs.append(lambda: self.flush(command, routing))
+                self.jobs.append(lambda: self.flush(command, command.routing))
             case WriteManifest():
                 self.publisher.append(lambda really: self.write_manifest(command, really))
             case CollectGarbage():
@@ -233,8 +231,8 @@ class World:
             case ReleaseNodes():
                 routing = self.controller.routes.table
                 for name in set(command.nodes) & set(self.nodes):
-                    here = {c for c, n in routing.homes.items() if n == name}
-                    busy = [s for s in routing.owners if here & set(routing.occupied(s))]
+                    here = routing.homes_on({name})
+                    busy = [s for s in routing.owners if here[s] & set(routing.occupied(s))]
                     assert not busy, f"{name} is let go, and owns slices of {busy}"
                     self.node_goes(name)
                 self.news()
@@ -250,7 +248,7 @@ class World:
     # -- work --------------------------------------------------------------------------------------------------------
 
     def plan(self, command: PlanEpoch) -> Event:
-        ranges: dict[str, dict[str, Any]] = {}
+        ranges: dict[str, SourceSpan] = {}
         ended = []
         for source, total in self.rows.items():
             first = (command.offsets.get(source) or {"row": 0})["row"]
@@ -258,7 +256,7 @@ class World:
             waits = self.faults > 0 and self.random.random() < 0.2
             if last > first and not waits:
                 facts = [last] if self.random.random() < 0.5 else []
-                ranges[source] = {"start": {"row": first}, "end": {"row": last}, "rows": last - first, "facts": facts}
+                ranges[source] = SourceSpan(start={"row": first}, end={"row": last}, rows=last - first, facts=facts)
             if (last if source in ranges else first) >= total:
                 ended.append(source)
         if not ranges and not command.even_if_empty:
@@ -281,7 +279,7 @@ class World:
             assert command.span == record.ranges.get(command.stage)
         assert command.time.watermark >= command.time.before
         assert command.checkpoint == 0 or command.checkpoint in self.disk.manifests
-        assert all(c in routing.homes for c in command.containers), "a container without a node has work"
+        assert all(c in routing.homes_of(command.stage) for c in command.containers), "a container without a node has work"
         if command.peers.handover:
             assert not command.seal and self.controller.checkpoints.open is None, (
                 "a checkpoint while slices change hands"
@@ -302,7 +300,7 @@ class World:
                 now=self.now, epoch=command.epoch, stage=command.stage, attempt=command.attempt, reason="bad luck"
             )
         info = TOPOLOGY[command.stage]
-        if any(routing.homes[c] not in self.nodes for c in command.containers) or not self.nodes:
+        if any(routing.homes_of(command.stage)[c] not in self.nodes for c in command.containers) or not self.nodes:
             return StageFailed(
                 now=self.now,
                 epoch=command.epoch,
@@ -329,7 +327,7 @@ class World:
         that are new to it come from the checkpoint, with what their old owner did since if that is not enough."""
         key = (command.stage, report.index)
         owned = frozenset(routing.slices_of(command.stage, report.index))
-        home = routing.homes[report.index]
+        home = routing.homes_of(command.stage)[report.index]
         before = command.epoch - 1
         found = self.containers.get(key)
         if found is not None and found.node != home:
@@ -397,7 +395,7 @@ class World:
         self.disk.files[name] = epoch
         file = DeltaFile(name, stage, "delta", 0, epoch, slices, 1, self.random.randint(1, 50), "c")
         container.sealed.add(epoch)
-        container.pending.append({"epoch": epoch, "attempt": attempt, "file": vars_of(file)})
+        container.pending.append(SealedDelta(epoch=epoch, attempt=attempt, file=file))
 
     def flush(self, command: Flush, routing: RoutingTable) -> Event:
         if self.bad_luck(0.3):
@@ -440,8 +438,8 @@ class World:
         for source in self.rows:
             ends = [self.disk.ranges[e][source] for e in range(1, m.epoch + 1) if source in self.disk.ranges[e]]
             if ends:
-                assert m.sources[source]["offset"] == ends[-1]["end"]
-                assert m.sources[source]["facts"] == [f for r in ends for f in r["facts"]]
+                assert m.sources[source]["offset"] == ends[-1].end
+                assert m.sources[source]["facts"] == [f for r in ends for f in r.facts]
         self.disk.manifests[m.epoch] = m
         return ManifestWritten(now=self.now, epoch=command.epoch, attempt=command.attempt)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
+from msgspec.structs import replace
 from penstock.control.events import (
     CoresRequested,
     Event,
@@ -79,7 +79,8 @@ class Cores(World):
 
     def quiet(self) -> bool:
         c = self.controller
-        idle = not (c.migration or c.handed or c.resizes or c.reslot or c.respread or c.recovering)
+        asked = c.resizes.wanted or c.balance.node_reasons or c.balance.reasons
+        idle = not (c.moves.by_slice or asked or c.attempts.recovering)
         return idle and c.phase == "running"
 
     def until_quiet(self) -> None:
@@ -88,7 +89,7 @@ class Cores(World):
             if self.quiet():
                 return
         c = self.controller
-        raise AssertionError(f"slices still move: {c.phase} {c.reslot} {c.resizes} {list(c.migration.moves.values())}")
+        raise AssertionError(f"slices still move: {c.phase} {c.balance.node_reasons} {c.resizes.wanted} {list(c.moves.by_slice.values())}")
 
 
 def world(seed: int, rows: int, faults: float) -> Cores:
@@ -108,7 +109,7 @@ def test_whatever_happens_every_row_is_published_once_and_in_order(
     w.heal()
     assert w.disk.published == list(range(1, len(w.disk.published) + 1))
     for source, total in w.rows.items():
-        ends = [w.disk.ranges[e][source]["end"]["row"] for e in w.disk.published if source in w.disk.ranges[e]]
+        ends = [w.disk.ranges[e][source].end["row"] for e in w.disk.published if source in w.disk.ranges[e]]
         assert max(ends, default=0) == total
 
 
@@ -119,15 +120,15 @@ def test_in_the_end_a_node_works_on_the_cores_it_was_told(seed: int) -> None:
     w.settle()
     w.until_quiet()
     c = w.controller
-    names = [n for n in c.nodes if n not in c.leaving]
+    names = [n for n in c.fleet.nodes if n not in c.fleet.leaving]
     elsewhere = {s.id: {n: owned(w, s.id, n) for n in names} for s in TOPOLOGY.stateful}
     node = w.random.choice(names)
-    wanted = w.random.randint(1, c.nodes[node].cores)
+    wanted = w.random.randint(1, c.fleet.nodes[node].cores)
     had = {s.id: len(owned(w, s.id, node)) for s in TOPOLOGY.stateful}
     w.step(CoresRequested(now=w.now, node=node, cores=wanted))
     w.until_quiet()
     w.turns(100)
-    assert c is w.controller and c.cores[node] == wanted
+    assert c is w.controller and c.fleet.cores[node] == wanted
     for info in TOPOLOGY.stateful:
         containers = [x for x, n in c.routing.homes.items() if n == node]
         owners = Counter(x for x in c.routing.owners[info.id] if x in containers)

@@ -17,7 +17,7 @@ from penstock.control.events import (
     MoveRequested,
     Tell,
 )
-from penstock.control.moves import Migration, Move
+from penstock.control.moves import Move, Moves
 from penstock.engines.sim.checkers import Answered, Violation
 from penstock.engines.sim.simulate import Campaign, simulate
 from penstock.engines.sim.storm import KINDS, ORDERS, SimJob
@@ -63,13 +63,13 @@ def test_a_storm_replays_exactly_in_another_process() -> None:
 
 def test_every_kind_of_order_is_given_and_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes: Counter[str] = Counter()
-    end = Migration._end
+    end = Moves._end
 
-    def ended(self: Migration, move: Move, outcome: str, now: float) -> None:
+    def ended(self: Moves, move: Move, outcome: str, now: float) -> None:
         outcomes[outcome] += 1
         end(self, move, outcome, now)
 
-    monkeypatch.setattr(Migration, "_end", ended)
+    monkeypatch.setattr(Moves, "_end", ended)
     given: Counter[str] = Counter()
     for seed in range(3):
         storm = World(seed, stormy=True).run().storm

@@ -12,7 +12,8 @@ import polars as pl
 import pytest
 
 from benchmarks import common, migrate, recovery, tenant, vertical
-from penstock.control.epochs import Baseline
+from benchmarks.baselines import StopAndCopy
+from penstock.control.controller import Controller
 from penstock.engines import job as jobs
 from penstock.errors import EngineError
 
@@ -219,10 +220,10 @@ class Started(Exception):
 def test_a_contender_goes_its_own_way(
     contender: common.Contender, stop_and_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Baseline] = []
+    asked: list[type[Controller]] = []
 
-    def start(*_: Any, baseline: Baseline, **__: Any) -> None:
-        asked.append(baseline)
+    def start(*_: Any, make_controller: type[Controller], **__: Any) -> None:
+        asked.append(make_controller)
         raise Started
 
     def beside_nobody(args: dict[str, Any], begin: Callable[[], Any]) -> Any:
@@ -233,4 +234,4 @@ def test_a_contender_goes_its_own_way(
     monkeypatch.setattr(tenant, "beside_neighbour", beside_nobody)
     with pytest.raises(Started):
         next(iter(contender({"work": str(tmp_path)})))
-    assert asked == [Baseline(stop_and_copy=stop_and_copy)]
+    assert asked == [StopAndCopy if stop_and_copy else Controller]

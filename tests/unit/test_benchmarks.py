@@ -19,9 +19,10 @@ import pytest
 
 import penstock as ps
 from benchmarks import checkpoint, common, custom_state, latency, recovery, replication, similarity, soak, windows
+from benchmarks.baselines import FullSnapshots
 from penstock.cli import list_benchmarks
-from penstock.control.epochs import Baseline
 from penstock.engines import job as jobs
+from penstock.engines.task import Worker
 from penstock.errors import EngineError
 
 MACHINE_KEYS = {"cores", "memory_gb", "python", "java", "pyspark", "polars", "pyarrow", "os"}
@@ -926,7 +927,7 @@ def test_growth_is_every_key_and_then_random_ones(tmp_path: Path) -> None:
 def test_only_the_measured_run_takes_full_snapshots(
     contender: str, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int | None, Baseline | None]] = []
+    asked: list[tuple[int | None, type[Worker] | None]] = []
 
     class Over(Exception):
         """The run that is measured would begin."""
@@ -936,8 +937,8 @@ def test_only_the_measured_run_takes_full_snapshots(
             if len(asked) == 2:
                 raise Over
 
-    def start(*_: Any, config: ps.Config, baseline: Baseline | None = None, **__: Any) -> Loaded:
-        asked.append((config.epochs_max, baseline))
+    def start(*_: Any, config: ps.Config, worker: type[Worker] | None = None, **__: Any) -> Loaded:
+        asked.append((config.epochs_max, worker))
         return Loaded()
 
     monkeypatch.setattr(jobs, "start", start)
@@ -945,4 +946,4 @@ def test_only_the_measured_run_takes_full_snapshots(
     args = {"work": str(tmp_path), "input": str(tmp_path), "load": 3, "epochs": 5}
     with pytest.raises(Over):
         next(iter(checkpoint.CONTENDERS[contender](args)))
-    assert asked == [(3, None), (5, Baseline(full_snapshots=full))]
+    assert asked == [(3, None), (5, FullSnapshots if full else Worker)]

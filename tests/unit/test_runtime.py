@@ -11,7 +11,9 @@ import polars as pl
 import pytest
 
 import penstock as ps
+from benchmarks.baselines import FullSnapshots, StopAndCopy
 from penstock import testing
+from penstock.control.controller import Controller
 from penstock.control.events import (
     LeaveRequested,
     NodesChanged,
@@ -21,7 +23,9 @@ from penstock.control.policies import Decision, Observation, nothing
 from penstock.control.records import NodeInfo
 from penstock.engines import scaling
 from penstock.engines.job import Job, start
+from penstock.engines.task import Worker
 from penstock.errors import BadRecordError, ConfigError, FlowError, SinkError, SourceError, UserCodeError
+from penstock.ids import StageId
 
 FRAME = pl.DataFrame({"k": [f"k{i % 5}" for i in range(100)], "x": list(range(100))})
 
@@ -436,7 +440,7 @@ def test_a_policy_gives_nodes_back(endless: Callable[..., Job], which: tuple[str
         runtime.post(NodesChanged(now=runtime.clock(), nodes=tuple(NodeInfo(n, cores=1) for n in "abc")))
         until(job, lambda: policy.seen[-1].staying == ("a", "b", "c"))
         assert runtime.controller is not None
-        assert runtime.controller.routes.table.homes == {0: "a"}
+        assert runtime.controller.routes.table.homes_of(StageId("count")) == {0: "a"}
         policy.decision = Decision("scale_in", "1 has nothing to do", nodes=1, which=which)
         until(job, lambda: len(policy.seen[-1].staying) < 3)
     (first, *_) = [record.event for record in job.journal() if isinstance(record.event, LeaveRequested)]
@@ -445,27 +449,33 @@ def test_a_policy_gives_nodes_back(endless: Callable[..., Job], which: tuple[str
 
 @pytest.mark.parametrize("interval_s", [0.0, 1_000.0])  # with every epoch; only when the job ends
 @pytest.mark.parametrize(
-    ("baseline", "live", "files"),
-    [(None, True, {".delta"}), (Baseline(stop_and_copy=True, full_snapshots=True), False, {".base"})],
+    ("make_controller", "worker", "files"),
+    [(Controller, Worker, {".delta"}), (StopAndCopy, FullSnapshots, {".base"})],
 )
 def test_the_ways_of_others_are_there_for_comparison(
-    baseline: Baseline | None, live: bool, files: set[str], interval_s: float, tmp_path: Path
+    make_controller: type[Controller], worker: type[Worker], files: set[str], interval_s: float, tmp_path: Path
 ) -> None:
     sink = ps.memory()
     config = ps.Config(
         epoch_rows=10, checkpoint=str(tmp_path), checkpoint_interval_s=interval_s, deltas_max=1_000, control=False
     )
-    job = start(counting(testing.rows(FRAME), sink), engine="local", config=config, baseline=baseline)
+    flow = counting(testing.rows(FRAME), sink)
+    job = start(flow, engine="local", config=config, worker=worker, make_controller=make_controller)
     job.wait()
     assert last_counts(sink.frame()) == dict.fromkeys(["k0", "k1", "k2", "k3", "k4"], 20)
     controller = job._runtime.controller
-    assert controller is not None and controller.settings.live is live
+    assert type(controller) is make_controller
     assert {path.suffix for path in (tmp_path / "state" / "count").iterdir()} == files
 
 
 def test_users_cannot_ask_for_the_ways_of_others() -> None:
     flow = counting(testing.rows(FRAME), ps.memory())
-    for setting in ({"baseline": Baseline(stop_and_copy=True)}, {"moves": "stop"}, {"checkpoints": "full"}):
+    for setting in (
+        {"make_controller": StopAndCopy},
+        {"worker": FullSnapshots},
+        {"moves": "stop"},
+        {"checkpoints": "full"},
+    ):
         for run in (ps.run, ps.run_local):
             with pytest.raises((ConfigError, TypeError), match=next(iter(setting))):
                 run(flow, **setting)

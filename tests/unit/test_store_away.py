@@ -38,9 +38,7 @@ def test_epochs_go_on_without_the_log_and_are_published_when_it_is_back() -> Non
         run_ahead(driver, epoch)
         commands = driver.done(epoch, WIN)
         assert [type(c) for c in commands] == [PlanEpoch], "the next one is planned, this one is not published"
-    assert driver.log(2)[0] == PublishEpoch(
-        epoch=Epoch(2), attempt=driver.controller.attempts.current
-    )
+    assert driver.log(2)[0] == PublishEpoch(epoch=Epoch(2), attempt=driver.controller.attempts.current)
     driver.step(StoreChanged(now=driver.now, away=False))
     assert driver.log(3) == [], "in order"
     commands = driver.published(2)

@@ -18,8 +18,8 @@ The facts that a range logs follow from its offsets and the catalogue:
 **A file is looked at before the range that enters it is logged.** What is found unreadable then never wedges the job:
 nothing of the file was published, so it may be replaced or taken away, and its facts are taken anew. With
 ``on_unreadable="dead_letter"`` the verdict is logged as a fact, so a replay gives the same dead letter whatever became
-of the file. A file that goes bad after it was logged stops the job, because rows of that file may have been published; then
-``penstock skip`` is the way on (see ``skips.py``).
+of the file. A file that goes bad after it was logged stops the job, because rows of that file may have been
+published; then ``penstock skip`` is the way on (see ``skips.py``).
 
 Where a CSV file may be cut follows from its quotes alone (see ``lines.py``), so the driver scans the bytes up to a cut.
 

@@ -257,8 +257,8 @@ def iterator(
 
     ``make_iterator`` is called on the driver, in a thread. If it takes an argument it gets the number of rows that
     were kept already: 0 at first, more after a restart. If it takes none, that number of rows is skipped; then it must
-    give the same rows again. The flow ends when the iterator does. The iterator waits while the flow is ``rows_max`` rows
-    or ``bytes_max`` bytes behind.
+    give the same rows again. The flow ends when the iterator does. The iterator waits while the flow is ``rows_max``
+    rows or ``bytes_max`` bytes behind.
     """
     if not callable(make_iterator):
         raise FlowError(

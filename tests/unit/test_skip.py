@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
@@ -346,6 +347,35 @@ def test_a_poison_record_of_any_source(bench: Bench, kind: str) -> None:
         order_skip(str(bench.checkpoint), source="in", file=file, offset="13")
     assert bench.run() == [n for n in range(20) if n != 13]
     assert [reason for _, reason in bench.dead()] == [REASON]
+
+
+class Reader:
+    """What PySpark calls a simple stream reader: two batches of three rows, as tuples and as Arrow."""
+
+    def initialOffset(self) -> dict[str, int]:
+        return {"at": 0}
+
+    def read(self, start: dict[str, int]) -> tuple[Any, dict[str, int]]:
+        end = {"at": min(6, start["at"] + 6)}
+        return iter(self.readBetweenOffsets(start, end)), end
+
+    def readBetweenOffsets(self, start: dict[str, int], end: dict[str, int]) -> list[Any]:
+        batch = pa.RecordBatch.from_pydict({"n": [3, 4, 5], "word": ["w"] * 3})
+        return [(0, "w"), (1, "w"), (2, "w"), batch] if start != end else []
+
+
+def test_a_record_of_a_reader_is_left_out_by_the_place_that_dead_letters_show() -> None:
+    store = MemoryStore()
+    for place in ('{"at": 6}:1', '{"at": 6}:4'):
+        write_skip(store, Skip("in", None, place, None, "2026-01-01T00:00:00Z"))
+    source = ps.simple_reader(Reader(), "n bigint, word string")
+    source.open(SourceContext("in", None, None, store))
+    planned = source.plan(source.initial_offset(), 100)
+    assert planned is not None and len(source.notices) == 2
+    [split] = source.splits(planned.start, planned.end, 1)
+    result = source.read("in", json.loads(json.dumps(split)))
+    assert result.frame["n"].to_list() == [0, 2, 3, 5] and not result.bad
+    assert [b.offset for b in result.set_aside] == ['{"at": 6}:1', '{"at": 6}:4']
 
 
 def _number_at(bench: Bench, place: str) -> int | None:

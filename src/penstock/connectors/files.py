@@ -18,8 +18,8 @@ The facts that a range logs follow from its offsets and the catalogue:
 **A file is looked at before the range that enters it is logged.** What is found unreadable then never wedges the job:
 nothing of the file was published, so it may be replaced or taken away, and its facts are taken anew. With
 ``on_unreadable="dead_letter"`` the verdict is logged as a fact, so a replay gives the same dead letter whatever became
-of the file. A file that goes bad after it was logged stops the job, because rows of it may have been published; then
-``penstock skip`` is the way on (see ``skips.py``).
+of the file. A file that goes bad after it was logged stops the job, because rows of that file may have been
+published; then ``penstock skip`` is the way on (see ``skips.py``).
 
 Where a CSV file may be cut follows from its quotes alone (see ``lines.py``), so the driver scans the bytes up to a cut.
 
@@ -137,9 +137,9 @@ def files(
     An absent JSON key and an empty CSV field are null; JSON keys and CSV columns that the schema does not name are
     ignored, as are empty lines. A JSON number in a ``str`` column becomes text.
 
-    A file that cannot be read at all (cut off, damaged, not of its format, gone) stops the job before anything of it is
-    used; correct it or take it away and start again. ``on_unreadable="dead_letter"`` makes one dead letter of it and
-    goes on; every gzip and Parquet file is then read once by the driver to check it.
+    A file that cannot be read at all (cut off, damaged, not of its format, gone) stops the job before any row of
+    the file is used; correct the file or take it away and start again. ``on_unreadable="dead_letter"`` makes one dead
+    letter of the file and goes on; every gzip and Parquet file is then read once by the driver to check it.
     """
     return FileSource(
         pattern,
@@ -177,7 +177,7 @@ class _Meta:
 
 @dataclass(frozen=True)
 class _Skipped:
-    """An order to leave out a file, or one record of it, from an offset on."""
+    """An order to leave out a file, or one record of a file, from an offset on."""
 
     path: str
     record: int | None

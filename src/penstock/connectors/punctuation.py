@@ -91,7 +91,7 @@ class PunctuatedSource(Source):
 
 
 def punctuated(source: Source, *, when: pl.Expr, on: str) -> PunctuatedSource:
-    """A source in which some rows are punctuation: those for which ``when`` is true promise, by their time in ``on``,
-    that no earlier row follows. They drive event time and are not rows of the stream.
+    """A source in which some rows are punctuation: a row for which ``when`` is true promises, by its time in ``on``,
+    that no earlier row follows. Such rows drive event time and are not rows of the stream.
     """
     return PunctuatedSource(source, when, on)

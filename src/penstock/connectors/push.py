@@ -55,17 +55,17 @@ ROWS_MAX: Final = 1_000_000
 BYTES_MAX: Final = 256 << 20
 LINE_BYTES_MAX: Final = 1 << 20
 PULLED_MAX: Final = 10_000
-"""Rows of an iterator between it and the spool."""
+"""The most rows of an iterator that wait to be handed to the spool."""
 RECONNECT_S_MAX: Final = 5.0
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 CLOSE_S: Final = 10.0
 
 _stores: dict[str, Store] = {}
-"""Of a worker process: an address is opened once."""
+"""The stores that this worker process has opened, by address."""
 
 
 class PushSource(Source):
-    """What the three have in common: everything behind the spool. ``_receive`` is the thread in front of it."""
+    """What the sources of this module share: everything behind the spool. A thread of each source fills the spool."""
 
     linger_s = 0.0
 
@@ -247,7 +247,7 @@ def records_schema(format: str, schema: SchemaSpec | None, caller: str) -> pl.Sc
 
 
 def parse_records(data: bytes, format: str, schema: pl.Schema) -> tuple[pl.DataFrame, tuple[Bad, ...]]:
-    """Lines to rows, and those that are none. Blank lines are nothing at all."""
+    """Lines to rows and bad records. Blank lines are neither."""
     lines = Lines(data, 0)
     if format == "jsonl":
         frame, failed = read_jsonl(lines, schema)
@@ -270,9 +270,9 @@ def iterator(
     """Rows from an iterator of yours: tuples in the order of ``schema``, mappings, or single values for one column.
 
     ``make_iterator`` is called on the driver, in a thread. If it takes an argument it gets the number of rows that
-    were kept already: 0 at first, more after a restart. If it takes none, so many rows are skipped; then it must give
-    the same rows again. The flow ends when the iterator does. The iterator waits while the flow is ``rows_max`` rows
-    or ``bytes_max`` bytes behind.
+    were kept already: 0 at first, more after a restart. If it takes none, that number of rows is skipped; then it must
+    give the same rows again. The flow ends when the iterator does. The iterator waits while the flow is ``rows_max``
+    rows or ``bytes_max`` bytes behind.
     """
     if not callable(make_iterator):
         raise FlowError(

@@ -4,7 +4,7 @@ It says 200 late, never early: the answer waits until the spool has made the rec
 
 Everything that a sender may do is bounded, so that no sender keeps the others out:
 
-* the head of a request, and its body, must be there within a deadline for the whole of it, however the bytes drip;
+* the whole head of a request must be there within a deadline, and so must its whole body, however the bytes drip;
 * connections are limited, in all and for each peer. At the limit the newest is let in, and one that has not sent its
   request goes: the oldest of the peer that has the most;
 * heads, headers, chunks and bodies have a greatest size, and so have all bodies under way together. Lengths are

@@ -8,7 +8,7 @@ answer was lost. This wrapper makes three promises:
   many workers do not come back in step. An error that will not pass by itself (no permission, no bucket, no room, no
   credentials) is raised at once, in our words;
 * what the job needs in order to be *exact* (reads and writes) is tried for longer, until the store has been away for
-  ``away_s``: those calls sit in background threads, and processing goes on meanwhile. Deletions and listings are not
+  ``away_s``: such calls sit in background threads, and processing goes on meanwhile. Deletions and listings are not
   worth that: garbage is collected at the next checkpoint.
 
 Why trying again is harmless: every name is written with one content only, or by one writer after the other. A try
@@ -34,7 +34,8 @@ T = TypeVar("T")
 PAUSE_S: Final = 0.1
 PAUSE_S_MAX: Final = 5.0
 HUNG_MAX: Final = 16
-"""Tries that timed out and whose threads have not come back. Beyond that the store is away without asking."""
+"""The most tries that may have timed out without their threads having come back. With this many, the store counts as
+away without being asked."""
 
 _PERMANENT: Final = (
     PenstockError,

@@ -94,7 +94,7 @@ def bad_records_frame(bad: Sequence[BadRecord]) -> pl.DataFrame:
 
 
 def clip(raw: bytes | str) -> str:
-    """The part of a bad record we keep."""
+    """The part of a bad record that its dead letter shows."""
     if isinstance(raw, bytes):
         raw = raw[: RAW_CHARS_MAX * 4].decode("utf-8", errors="replace")
     return raw[:RAW_CHARS_MAX]
@@ -114,8 +114,8 @@ def parsable(dtype: pl.DataType) -> bool:
 
 
 def parse_strings(frame: pl.DataFrame, schema: pl.Schema) -> tuple[pl.DataFrame, list[tuple[int, str]]]:
-    """Parse String columns to ``schema``. Returns the rows that parsed and ``(row number, reason)`` for those that
-    did not.
+    """Parse String columns to ``schema``. Returns the rows that parsed, and ``(row number, reason)`` for the
+    other rows.
 
     Null stays null. Dates and times are ISO 8601 only: a format guessed from the data would depend on the split.
     """

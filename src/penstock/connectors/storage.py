@@ -277,7 +277,7 @@ def parquet_schema(storage: Storage, path: str) -> pl.Schema:
 
 
 def check_parquet(storage: Storage, path: str, columns: list[str]) -> None:
-    """Read all of it once, a row group at a time."""
+    """Read the whole file once, a row group at a time."""
     with storage.guard(path), storage.open(path) as handle:
         file = pq.ParquetFile(handle)
         for group in range(file.num_row_groups):

@@ -7,20 +7,22 @@ python=${PYTHON:-.venv/bin/python}
 if (($#)); then
     exec "$python" -m pytest "$@"
 fi
+limit=300
+[[ ${PENSTOCK_THOROUGH:-0} == 0 ]] || limit=3600 # ten times the examples take ten times as long
 directory=$(mktemp -d)
 names=(unit laws)
 declare -A processes
 beside() { # name, what to run
     local name=$1
     shift
-    "$python" -m pytest -p no:cacheprovider --durations=5 -m "not spark" "$@" >"$directory/$name" 2>&1 &
+    "$python" -m pytest -p no:cacheprovider -o timeout=$limit --durations=5 -m "not spark" "$@" >"$directory/$name" 2>&1 &
     processes[$name]=$!
 }
 trap 'kill "${processes[@]}" 2>/dev/null; rm -rf "$directory"' EXIT
 beside unit tests/unit tests/examples
 beside laws tests/property tests/sim tests/crash
 code=0
-"$python" -m pytest -m spark --durations=15 || code=$?
+"$python" -m pytest -o timeout=$limit -m spark --durations=15 || code=$?
 for name in "${names[@]}"; do
     wait "${processes[$name]}" || code=$?
     cat "$directory/$name"

@@ -279,7 +279,9 @@ class World:
             assert command.span == record.ranges.get(command.stage)
         assert command.time.watermark >= command.time.before
         assert command.checkpoint == 0 or command.checkpoint in self.disk.manifests
-        assert all(c in routing.homes_of(command.stage) for c in command.containers), "a container without a node has work"
+        assert all(c in routing.homes_of(command.stage) for c in command.containers), (
+            "a container without a node has work"
+        )
         if command.peers.handover:
             assert not command.seal and self.controller.checkpoints.open is None, (
                 "a checkpoint while slices change hands"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import penstock as ps
-from msgspec.structs import replace
 from penstock.control.events import (
     CoresRequested,
     Event,
@@ -89,7 +89,9 @@ class Cores(World):
             if self.quiet():
                 return
         c = self.controller
-        raise AssertionError(f"slices still move: {c.phase} {c.balance.node_reasons} {c.resizes.wanted} {list(c.moves.by_slice.values())}")
+        raise AssertionError(
+            f"slices still move: {c.phase} {c.balance.node_reasons} {c.resizes.wanted} {list(c.moves.by_slice.values())}"
+        )
 
 
 def world(seed: int, rows: int, faults: float) -> Cores:

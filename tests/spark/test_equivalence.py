@@ -32,7 +32,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def seeds() -> list[int]:
-    wanted = os.environ.get("PENSTOCK_SEEDS", str(scaled(3, 20)))
+    wanted = os.environ.get("PENSTOCK_SEEDS", str(scaled(2, 20)))
     first, dash, last = wanted.partition("-")
     return list(range(int(first), int(last) + 1)) if dash else list(range(int(wanted)))
 

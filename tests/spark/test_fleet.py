@@ -26,7 +26,7 @@ from tests.spark import fleet_job
 from tests.spark.child import ROOT
 from tests.spark.fleet_job import NODES, SLICES, STAGES
 
-pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(scaled(600, 3_600))]
 
 ALL_SLICES = len(STAGES) * SLICES
 

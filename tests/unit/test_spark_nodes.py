@@ -14,7 +14,7 @@ from penstock.control.events import (
 )
 from penstock.control.records import NodeInfo
 from penstock.engines.spark import engine as module
-from penstock.engines.spark.engine import DRIVER, SparkEngine
+from penstock.engines.spark.engine import DRIVER, Output, SparkEngine
 from penstock.errors import ConfigError
 from penstock.plan import compile_flow
 from penstock.state.store import MemoryStore
@@ -129,6 +129,19 @@ def test_a_decommissioned_executor_is_lost_before_its_end() -> None:
     assert not engine._look(), "said once"
     jvm.alive.remove("0")
     assert not engine._look() and len(posted) == 1
+
+
+def test_what_an_older_attempt_leaves_late_is_not_read_by_the_new_one() -> None:
+    engine, _ = engine_on(FakeJvm(2, 2))
+    old, new = Output("old", 1, 2), Output("new", 2, 2)
+    engine._new_attempt(1)
+    engine._keep_output(7, "in", 1, old)
+    engine._new_attempt(2)
+    assert engine.outputs == {}
+    engine._new_attempt(1)  # a job that had passed every check when it was given up
+    engine._keep_output(7, "in", 2, new)
+    engine._keep_output(7, "in", 1, old)
+    assert engine.outputs == {(7, "in"): new}
 
 
 def test_a_refusal_is_told() -> None:

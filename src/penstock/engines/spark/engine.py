@@ -581,8 +581,7 @@ class SparkEngine:
         if stage.outs or command.peers.sends:
             shuffled = self.jvm.shuffle(tasks, partitions)
             shuffle_id = self.jvm.run_to_shuffle(shuffled)
-            with self.lock:
-                self.outputs[command.epoch, command.stage] = Output(shuffled, shuffle_id, len(specs))
+            self._keep_output(command.epoch, command.stage, command.attempt, Output(shuffled, shuffle_id, len(specs)))
         else:
             tasks.count()
         reports = self._collect(command.stage, command.epoch, command.attempt, len(specs))
@@ -658,12 +657,18 @@ class SparkEngine:
         return offsets, total
 
     def _new_attempt(self, attempt: int) -> None:
-        """Forget what the attempt before left behind."""
+        """What the attempt before left behind is of no use. A job of that one may still begin, and changes nothing."""
         with self.lock:
-            if attempt != self.attempt:
+            if attempt > self.attempt:
                 self.attempt = attempt
                 self.outputs.clear()
                 self.source_tasks.clear()
+
+    def _keep_output(self, epoch: int, stage: str, attempt: int, output: Output) -> None:
+        """A job of an attempt that was given up may still come to its end: the new attempt must not read its files."""
+        with self.lock:
+            if attempt == self.attempt:
+                self.outputs[epoch, stage] = output
 
     def _reported(self, stage: str, epoch: int, attempt: int) -> set[int]:
         """The tasks of a running job that have ended."""

@@ -90,7 +90,8 @@ class Cores(World):
                 return
         c = self.controller
         raise AssertionError(
-            f"slices still move: {c.phase} {c.balance.node_reasons} {c.resizes.wanted} {list(c.moves.by_slice.values())}"
+            f"slices still move: {c.phase} {c.balance.node_reasons} {c.resizes.wanted} "
+            f"{list(c.moves.by_slice.values())}"
         )
 
 

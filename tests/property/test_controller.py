@@ -279,7 +279,8 @@ class World:
             assert command.span == record.ranges.get(command.stage)
         assert command.time.watermark >= command.time.before
         assert command.checkpoint == 0 or command.checkpoint in self.disk.manifests
-        assert all(c in routing.homes_of(command.stage) for c in command.containers), "a container without a node has work"
+        homes = routing.homes_of(command.stage)
+        assert all(c in homes for c in command.containers), "a container without a node has work"
         if command.peers.handover:
             assert not command.seal and self.controller.checkpoints.open is None, (
                 "a checkpoint while slices change hands"
@@ -557,11 +558,6 @@ class World:
         raise AssertionError(f"the job did not end: {self.over}, {self.controller.phase}")
 
 
-def vars_of(file: DeltaFile) -> dict[str, Any]:
-    names = ("name", "stage", "kind", "epoch_from", "epoch_to", "slices", "rows", "bytes", "checksum")
-    return {n: getattr(file, n) for n in names}
-
-
 def blank() -> Manifest:
     return Manifest("job", "flow", {}, 0)
 
@@ -579,8 +575,8 @@ def live_and_heal(
         for epoch in disk.published:
             r = disk.ranges[epoch].get(source)
             if r is not None:
-                assert r["start"]["row"] == at, f"epoch {epoch} of {source} does not begin where the one before ended"
-                at = r["end"]["row"]
+                assert r.start["row"] == at, f"epoch {epoch} of {source} does not begin where the one before ended"
+                at = r.end["row"]
         assert at == total, f"{total - at} rows of {source} were never published"
     assert max(disk.manifests) == len(disk.published), "the last checkpoint covers everything"
     return world

@@ -88,9 +88,8 @@ class Cores(World):
             if self.quiet():
                 return
         c = self.controller
-        raise AssertionError(
-            f"slices still move: {c.phase} {c.balance.node_reasons} {c.resizes.wanted} {list(c.moves.by_slice.values())}"
-        )
+        left = (c.balance.node_reasons, c.resizes.wanted, list(c.moves.by_slice.values()))
+        raise AssertionError(f"slices still move: {c.phase} {left}")
 
 
 def world(seed: int, rows: int, faults: float) -> Cores:

@@ -61,7 +61,7 @@ def test_a_record_of_the_version_before_is_taken_over() -> None:
 
 
 def test_an_unknown_field_is_refused() -> None:
-    with pytest.raises(CorruptData, match="log/7 cannot be read.*mood") as caught:
+    with pytest.raises(CorruptData, match=r"log/7 cannot be read.*mood") as caught:
         decode(written({**OLD, "mood": "fine"}), "log/7")
     assert "newer Penstock" in caught.value.remedy
 

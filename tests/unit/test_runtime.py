@@ -358,7 +358,7 @@ def test_a_policy_of_ones_own_is_shown_the_job_and_obeyed(endless: Callable[...,
         until(job, lambda: len(policy.seen) > shown + 1 and policy.seen[-1].execution_s.keys() == {"in", "count"})
     seen = policy.seen[-1]
     assert list(seen.edges) == [("in", "count")]
-    assert seen.homes == {0: "local", 1: "local"} and seen.staying == ("local",)
+    assert seen.homes["count"] == {0: "local", 1: "local"} and seen.staying == ("local",)
     assert seen.input_s["count"] > 0 and seen.execution_s["count"] >= seen.input_s["count"]
 
 

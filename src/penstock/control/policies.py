@@ -73,8 +73,8 @@ class Observation:
     """Containers of each stage."""
     owners: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Keyed stages: the container of each slice."""
-    homes: Mapping[int, str] = field(default_factory=dict)
-    """The node of each container: those of one number live together, whatever their stage."""
+    homes: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """stage -> container -> node"""
     nodes: int = 1
     """Without those that are about to leave."""
     staying: tuple[str, ...] = ()

@@ -288,6 +288,7 @@ class Runtime:
             now,
             edges=tuple(dict.fromkeys((str(up), str(s.id)) for s in controller.topology.stages for up in s.ins)),
             owners=owners,
+            homes={str(s): dict(homes) for s, homes in controller.routes.table.homes.items()},
             coming=controller.fleet.invited + self.asking,
             busy_containers=self.metrics.busy_containers(status),
             load=load,

@@ -63,12 +63,12 @@ def forgotten_part(patch: pytest.MonkeyPatch) -> None:
     """A sink gets all parts but the last."""
     real = Runtime._deliver
 
-    def deliver(self: Runtime, id: str, sink: Any, command: Any, outputs: Any) -> None:
+    def deliver(id: str, sink: Any, command: Any, outputs: Any) -> None:
         having = [n for n, output in enumerate(outputs) if id in output.parts]
         less = [output for n, output in enumerate(outputs) if len(having) < 2 or n != having[-1]]
-        real(self, id, sink, command, less)
+        real(id, sink, command, less)
 
-    patch.setattr(Runtime, "_deliver", deliver)
+    patch.setattr(Runtime, "_deliver", staticmethod(deliver))
 
 
 def published_out_of_turn(patch: pytest.MonkeyPatch) -> None:

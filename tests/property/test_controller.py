@@ -559,11 +559,6 @@ class World:
         raise AssertionError(f"the job did not end: {self.over}, {self.controller.phase}")
 
 
-def vars_of(file: DeltaFile) -> dict[str, Any]:
-    names = ("name", "stage", "kind", "epoch_from", "epoch_to", "slices", "rows", "bytes", "checksum")
-    return {n: getattr(file, n) for n in names}
-
-
 def blank() -> Manifest:
     return Manifest("job", "flow", {}, 0)
 
@@ -581,8 +576,8 @@ def live_and_heal(
         for epoch in disk.published:
             r = disk.ranges[epoch].get(source)
             if r is not None:
-                assert r["start"]["row"] == at, f"epoch {epoch} of {source} does not begin where the one before ended"
-                at = r["end"]["row"]
+                assert r.start["row"] == at, f"epoch {epoch} of {source} does not begin where the one before ended"
+                at = r.end["row"]
         assert at == total, f"{total - at} rows of {source} were never published"
     assert max(disk.manifests) == len(disk.published), "the last checkpoint covers everything"
     return world

@@ -133,19 +133,18 @@ def test_in_the_end_a_node_works_on_the_cores_it_was_told(seed: int) -> None:
     w.turns(100)
     assert c is w.controller and c.fleet.cores[node] == wanted
     for info in TOPOLOGY.stateful:
-        containers = [x for x, n in c.routing.homes.items() if n == node]
-        owners = Counter(x for x in c.routing.owners[info.id] if x in containers)
+        containers = [x for x, n in c.routes.table.homes_of(info.id).items() if n == node]
+        owners = Counter(x for x in c.routes.table.owners[info.id] if x in containers)
         assert len(owners) <= wanted, "no more than it may"
-        if c.settings.live:  # the other way deals everything out anew
-            assert len(owned(w, info.id, node)) == had[info.id], "the node has the slices that it had"
-            for other in names:
-                if other != node:
-                    assert owned(w, info.id, other) == elsewhere[info.id][other], "those of others stay"
-        if c.settings.live and had[info.id] >= wanted and not {(info.id, x) for x in containers} & c.suspects:
+        assert len(owned(w, info.id, node)) == had[info.id], "the node has the slices that it had"
+        for other in names:
+            if other != node:
+                assert owned(w, info.id, other) == elsewhere[info.id][other], "those of others stay"
+        if had[info.id] >= wanted and not {(info.id, x) for x in containers} & c.processes.suspects:
             reach = min(wanted, sum(x < SLICES for x in sorted(containers)))
             assert len(owners) == reach, f"{owners} of {containers}, {wanted} asked for"
-        idle = set(containers) - set(within_slots(sorted(containers), c.routing.homes, c.cores))
-        assert not idle & {h for held in c.routing.holders.get(info.id, ()) for h in held}, "no backups there"
+        idle = set(containers) - set(within_slots(sorted(containers), c.routes.table.homes_of(info.id), c.fleet.cores))
+        assert not idle & {h for held in c.routes.table.holders.get(info.id, ()) for h in held}, "no backups there"
 
 
 def owned(w: World, stage: Any, node: str) -> list[int]:

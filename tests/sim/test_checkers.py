@@ -9,19 +9,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.control.checkpoints import Checkpoints
 from penstock.control.controller import Controller
+from penstock.control.epochs import Epochs
 from penstock.control.events import (
     CollectGarbage,
     EpochPublished,
     StageDone,
     StageFailed,
 )
+from penstock.control.holders import Holders
+from penstock.control.inputs import Inputs
 from penstock.engines.runtime import Runtime
 from penstock.engines.sim.outside import SimSink
 from penstock.engines.sim.simulate import simulate
 from penstock.engines.task import Worker
+from penstock.ids import Epoch
 from penstock.state.backup import Backups
-from penstock.state.checkpoint import DeltaFile, Manifest
+from penstock.state.checkpoint import Manifest
 from penstock.state.table import KeyedTable
 
 SEEDS_MAX = 150
@@ -56,13 +61,14 @@ def arrival_order(patch: pytest.MonkeyPatch) -> None:
 
 def forgotten_part(patch: pytest.MonkeyPatch) -> None:
     """A sink gets all parts but the last."""
-    real = Runtime._publish
+    real = Runtime._deliver
 
-    def publish(self: Runtime, command: Any) -> None:
-        less = {sink: parts[:-1] or parts for sink, parts in command.parts.items()}
-        real(self, replace(command, parts=less))
+    def deliver(id: str, sink: Any, command: Any, outputs: Any) -> None:
+        having = [n for n, output in enumerate(outputs) if id in output.parts]
+        less = [output for n, output in enumerate(outputs) if len(having) < 2 or n != having[-1]]
+        real(id, sink, command, less)
 
-    patch.setattr(Runtime, "_publish", publish)
+    patch.setattr(Runtime, "_deliver", staticmethod(deliver))
 
 
 def published_out_of_turn(patch: pytest.MonkeyPatch) -> None:
@@ -71,7 +77,7 @@ def published_out_of_turn(patch: pytest.MonkeyPatch) -> None:
 
     def handle(self: Runtime, event: Any) -> None:
         if isinstance(event, EpochPublished) and event.epoch % 3 == 0:
-            event = replace(event, epoch=event.epoch + 1)
+            event = msgspec.structs.replace(event, epoch=Epoch(event.epoch + 1))
         real(self, event)
 
     from penstock.engines.sim.world import Driver
@@ -115,25 +121,25 @@ def replanned(patch: pytest.MonkeyPatch) -> None:
 
 def forgotten_facts(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint does not keep what sources must remember."""
-    real = Controller._advanced
+    real = Checkpoints._advanced
 
-    def advanced(self: Controller, checkpoint: Any) -> Manifest:
-        made = real(self, checkpoint)
+    def advanced(self: Checkpoints, taken: Any) -> Manifest:
+        made = real(self, taken)
         return replace(made, sources={s: {**v, "facts": []} for s, v in made.sources.items()})
 
-    patch.setattr(Controller, "_advanced", advanced)
+    patch.setattr(Checkpoints, "_advanced", advanced)
 
 
 def clock_goes_back(patch: pytest.MonkeyPatch) -> None:
     """The clock of an epoch is whatever the machine says."""
-    real = Controller._begin
+    real = Inputs.begin
 
-    def begin(self: Controller, ranges: Any, clock_ms: int, now: float) -> Any:
-        out = real(self, ranges, clock_ms, now)
-        out[0].record["clock_ms"] = clock_ms or out[0].record["clock_ms"]
-        return out
+    def begin(self: Inputs, epoch: Epoch, ranges: Any, clock_ms: int) -> Any:
+        record = real(self, epoch, ranges, clock_ms)
+        self.log[epoch] = msgspec.structs.replace(record, clock_ms=clock_ms or record.clock_ms)
+        return self.log[epoch]
 
-    patch.setattr(Controller, "_begin", begin)
+    patch.setattr(Inputs, "begin", begin)
 
 
 def no_garbage(patch: pytest.MonkeyPatch) -> None:
@@ -198,27 +204,28 @@ def spilled_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 def stale_results(patch: pytest.MonkeyPatch) -> None:
     """A result of an older attempt is taken for one of this."""
-    real = Controller._stage_done
+    real = Epochs.on_stage_done
 
-    def stage_done(self: Controller, event: StageDone) -> Any:
-        self.outstanding.discard((event.attempt, event.epoch, event.stage))
+    def on_stage_done(self: Epochs, event: StageDone) -> Any:
+        attempts = self.core.attempts
+        attempts.outstanding.discard((event.attempt, event.epoch, event.stage))
         if event.epoch in self.in_flight and event.stage not in self.in_flight[event.epoch].done:
-            event = replace(event, attempt=self.attempt)
+            event = msgspec.structs.replace(event, attempt=attempts.current)
         return real(self, event)
 
-    patch.setattr(Controller, "_stage_done", stage_done)
+    patch.setattr(Epochs, "on_stage_done", on_stage_done)
 
 
 def too_early(patch: pytest.MonkeyPatch) -> None:
     """An epoch counts as logged when it is planned."""
-    real = Controller._begin
+    real = Epochs._begin
 
-    def begin(self: Controller, ranges: Any, clock_ms: int, now: float) -> Any:
-        out = real(self, ranges, clock_ms, now)
+    def begin(self: Epochs, ranges: Any, clock_ms: int, now: float) -> Any:
+        out: Any = real(self, ranges, clock_ms, now)
         self.in_flight[out[0].epoch].logged = True
         return out
 
-    patch.setattr(Controller, "_begin", begin)
+    patch.setattr(Epochs, "_begin", begin)
 
 
 def sealed_twice(patch: pytest.MonkeyPatch) -> None:
@@ -236,28 +243,28 @@ def sealed_twice(patch: pytest.MonkeyPatch) -> None:
 
 def skipped_epoch(patch: pytest.MonkeyPatch) -> None:
     """Now and then an epoch's number is left out."""
-    real = Controller._planned
+    real = Epochs.on_planned
 
-    def planned(self: Controller, event: Any) -> Any:
-        if self.planning and event.epoch % 5 == 0 and event.epoch == self.next_epoch:
-            self.next_epoch = type(self.next_epoch)(self.next_epoch + 1)
-            event = replace(event, epoch=self.next_epoch)
+    def on_planned(self: Epochs, event: Any) -> Any:
+        if self.planning and event.epoch % 5 == 0 and event.epoch == self.next:
+            self.next = Epoch(self.next + 1)
+            event = msgspec.structs.replace(event, epoch=self.next)
         return real(self, event)
 
-    patch.setattr(Controller, "_planned", planned)
+    patch.setattr(Epochs, "on_planned", on_planned)
 
 
 def never_recovered(patch: pytest.MonkeyPatch) -> None:
     """Work that failed is waited for."""
-    real = Controller._stage_failed
+    real = Epochs.on_stage_failed
 
-    def stage_failed(self: Controller, event: StageFailed) -> Any:
-        waited = set(self.outstanding)
+    def on_stage_failed(self: Epochs, event: StageFailed) -> Any:
+        waited = set(self.core.attempts.outstanding)
         out = real(self, event)
-        self.outstanding = waited
+        self.core.attempts.outstanding = waited
         return out
 
-    patch.setattr(Controller, "_stage_failed", stage_failed)
+    patch.setattr(Epochs, "on_stage_failed", on_stage_failed)
 
 
 # -- slices on the move, backups and nodes ---------------------------------------------------------------------------
@@ -302,11 +309,11 @@ def handed_over_too_early(patch: pytest.MonkeyPatch) -> None:
 def checkpoint_at_the_switch(patch: pytest.MonkeyPatch) -> None:
     """Checkpoints open whenever they are due."""
 
-    def checkpoint_due(self: Controller, now: float) -> bool:
-        interval = self.settings.checkpoint_interval_s
-        return self.checkpoint is None and (self.checkpoint_wanted or 0 <= interval <= now - self.checkpoint_at)
+    def due(self: Checkpoints, now: float) -> bool:
+        interval = self.core.settings.checkpoint_interval_s
+        return self.open is None and (self.wanted or 0 <= interval <= now - self.opened_at)
 
-    patch.setattr(Controller, "_checkpoint_due", checkpoint_due)
+    patch.setattr(Checkpoints, "due", due)
 
 
 def stale_backups(patch: pytest.MonkeyPatch) -> None:
@@ -317,31 +324,31 @@ def stale_backups(patch: pytest.MonkeyPatch) -> None:
 
 def untouched(patch: pytest.MonkeyPatch) -> None:
     """Holders are told that a checkpoint changed nothing."""
-    from penstock.control import controller
+    from penstock.control import checkpoints
 
-    real = controller.Commit
-    patch.setattr(controller, "Commit", lambda before, epoch, files: real(before, epoch, {f: [] for f in files}))
+    real = checkpoints.Commit
+    patch.setattr(checkpoints, "Commit", lambda before, epoch, files: real(before, epoch, {f: [] for f in files}))
 
 
 def homeless_work(patch: pytest.MonkeyPatch) -> None:
     """Epochs that run again after all nodes were lost know only of those."""
-    patch.setattr(Controller, "_adopt", lambda self: None)
+    patch.setattr(Epochs, "adopt_routing", lambda self: None)
 
 
 def unreachable_target(patch: pytest.MonkeyPatch) -> None:
     """The target of a move gets work before it has a node."""
 
-    def copies(self: Controller, run: Any, stage: Any) -> Any:
+    def copies(self: Holders, run: Any, stage: Any) -> Any:
         if not stage.stateful:
             return ()
-        targets = self.migration.targets(stage.id)
+        targets = self.core.moves.copies(stage.id)
         held = run.routing.holders.get(stage.id, ((),) * run.routing.slices_in(stage.id))
         owners = run.routing.owners[stage.id]
         return tuple(
             tuple(sorted({*h, *([targets[s]] if s in targets else [])} - {owners[s]})) for s, h in enumerate(held)
         )
 
-    patch.setattr(Controller, "_copies", copies)
+    patch.setattr(Holders, "copies", copies)
 
 
 # -- bugs that were there once, and that seeds have found ------------------------------------------------------------
@@ -349,29 +356,30 @@ def unreachable_target(patch: pytest.MonkeyPatch) -> None:
 
 def unheard_manifest(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint that was being written when work failed is not taken note of, though it is in the store."""
-    real = Controller._recover
+    real = Controller.recover
 
     def recover(self: Controller, now: float, reason: str) -> Any:
         out = real(self, now, reason)
-        self.last_written = None
+        self.checkpoints.last_written = None
         return out
 
-    patch.setattr(Controller, "_recover", recover)
+    patch.setattr(Controller, "recover", recover)
 
 
 def counted_twice(patch: pytest.MonkeyPatch) -> None:
     """The delta of a report that is delivered twice enters a checkpoint twice."""
 
-    def collect_deltas(self: Controller, reports: Any) -> None:
-        for report in reports if self.checkpoint is not None else ():
+    def collect(self: Checkpoints, reports: Any) -> None:
+        for report in reports if self.open is not None else ():
             for delta in report.deltas:
-                if delta["epoch"] == self.checkpoint.epoch and delta["attempt"] == self.attempt:
-                    self.checkpoint.expected.discard((report.stage, report.index))
-                    if delta["file"] is not None:
-                        self.checkpoint.files.append(DeltaFile(**delta["file"]))
-                        self.checkpoint.touched[delta["file"]["name"]] = delta["touched"]
+                assert self.open is not None
+                if delta.epoch == self.open.epoch and delta.attempt == self.core.attempts.current:
+                    self.open.expected.discard((report.stage, report.index))
+                    if delta.file is not None:
+                        self.open.files.append(delta.file)
+                        self.open.touched[delta.file.name] = list(delta.touched)
 
-    patch.setattr(Controller, "_collect_deltas", collect_deltas)
+    patch.setattr(Checkpoints, "collect", collect)
 
 
 def forgets_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.control.controller import Controller
@@ -99,7 +99,9 @@ def test_an_order_is_taken_or_told() -> None:
     with pytest.raises(Violation, match="nobody says why"):
         Answered().on_order(order, controller, [])
     Answered().on_order(order, controller, ["there is no container 99"])
-    Answered().on_order(replace(order, targets={0: controller.routes.table.owners[stage][0]}), controller, [])
+    Answered().on_order(
+        msgspec.structs.replace(order, targets={0: controller.routes.table.owners[stage][0]}), controller, []
+    )
 
 
 def test_slices_of_a_stage_without_state_are_not_moved() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections import Counter
+from pathlib import Path
 from xml.etree import ElementTree
 
 import polars as pl
@@ -11,6 +13,7 @@ import pytest
 
 import penstock as ps
 from penstock import testing
+from penstock.control import controller as control_module
 from penstock.control.routing import RoutingTable
 from penstock.engines.job import start
 from penstock.errors import ConfigError, FlowError, SourceError
@@ -165,3 +168,27 @@ def test_explain_escapes_what_users_wrote() -> None:
 def test_explain_knows_two_formats() -> None:
     with pytest.raises(FlowError, match="as 'png'"):
         two_stages().explain("png")
+
+
+# -- the parts of control ----------------------------------------------------------------------------------------------
+
+
+def test_no_class_of_control_does_too_much() -> None:
+    """At most 30 methods, and 20 attributes set by a class that has methods; plain records may have more fields."""
+    seen = 0
+    for path in sorted(Path(control_module.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+            own = {
+                t.attr
+                for n in ast.walk(node)
+                if isinstance(n, ast.Assign | ast.AnnAssign)
+                for t in (n.targets if isinstance(n, ast.Assign) else [n.target])
+                if isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name) and t.value.id == "self"
+            }
+            seen += 1
+            assert len(methods) <= 30, f"{path.name}: {node.name} has {len(methods)} methods"
+            assert len(own) <= 20, f"{path.name}: {node.name} has {len(own)} attributes"
+    assert seen > 40

@@ -936,3 +936,30 @@ def test_a_stage_by_the_clock_follows_the_log_and_the_clock_never_goes_back() ->
         d.done(epoch, WIN)
         d.published(epoch)
     assert marks == [(NEVER, 5_000_000, 5_000), (5_000_000, 7_000_000, 7_000), (7_000_000, 7_000_000, 7_000)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("routes", "attempts", "fleet", "processes", "holders", "moves", "resizes", "balance"),
+        *("inputs", "watermarks", "epochs", "checkpoints"),
+    ],
+)
+def test_the_controller_validates_each_of_its_concerns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Driver().controller
+    controller.validate()
+
+    def broken() -> None:
+        raise AssertionError(f"{name} is broken")
+
+    monkeypatch.setattr(controller.concerns[name], "validate", broken)
+    with pytest.raises(AssertionError, match=f"{name} is broken"):
+        controller.validate()
+
+
+def test_the_command_to_run_a_stage_carries_the_routing_of_its_epoch() -> None:
+    driver = Driver()
+    driver.start()
+    driver.plan(1)
+    run = one(driver.log(1), RunStage)
+    assert run.routing == driver.controller.epochs.in_flight[Epoch(1)].routing == driver.controller.routes.table

@@ -82,7 +82,7 @@ class Observation:
     owners: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Keyed stages: the container of each slice."""
     homes: Mapping[int, str] = field(default_factory=dict)
-    """The node of each container. Containers of one number live together, whatever their stage."""
+    """container number -> node. Containers of one number live together unless somebody has moved one of them."""
     nodes: int = 1
     """Nodes of the job, without the nodes that are about to leave."""
     staying: tuple[str, ...] = ()

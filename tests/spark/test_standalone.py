@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 LIMIT_S = 240.0
 HOSTS = ("127.0.0.1", "localhost")
 """The workers' names for this machine. When the executor of a decommissioned worker ends, Spark forgets the shuffle
-files of all executors on a host of that name (``DAGScheduler.handleExecutorLost``). Under one name, an epoch that has not
-read those of the executor that stays fails, and the job recovers once more.
+files of all executors on a host of that name (``DAGScheduler.handleExecutorLost``). Under one name, an epoch that has
+not read those of the executor that stays fails, and the job recovers once more.
 """
 
 

@@ -31,37 +31,59 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 LIMIT_S = 240.0
 HOSTS = ("127.0.0.1", "localhost")
 """The workers' names for this machine. When the executor of a decommissioned worker ends, Spark forgets the shuffle
-files of all executors on a host of that name (``DAGScheduler.handleExecutorLost``). Under one name, epochs under way
-lose the files of the executor that stays, and the job recovers once more.
+files of all executors on a host of that name (``DAGScheduler.handleExecutorLost``). Under one name, an epoch that has
+not read those of the executor that stays fails, and the job recovers once more.
 """
 
 
-def test_a_worker_joins_and_another_is_decommissioned(tmp_path: Path) -> None:
-    """Spark runs nothing on an executor from the moment that it is decommissioned: its slices come from backups."""
-    work = tmp_path / "daemons"
-    work.mkdir()
+class Cluster:
+    """A master, a worker, and the job in its child process."""
+
+    def __init__(self, place: Path, stack: contextlib.ExitStack) -> None:
+        self.place, self.stack = place, stack
+        self.work = place / "daemons"
+        self.work.mkdir()
+        up = daemon("master.Master", ready=r"spark://127\.0\.0\.1:\d+", work=self.work, host="127.0.0.1")
+        _, self.master = stack.enter_context(up)
+        self.first = self.worker(HOSTS[0])
+        self.process = stack.enter_context(child(place, self.master))
+        self.started = self.said()
+
+    def worker(self, host: str) -> subprocess.Popen[str]:
+        size = ["--cores", "1", "--memory", "1g", self.master]
+        ready = "Successfully registered with master"
+        return self.stack.enter_context(daemon("worker.Worker", *size, ready=ready, work=self.work, host=host))[0]
+
+    def said(self) -> dict[str, Any]:
+        """The next thing that the child says."""
+        assert self.process.stdout is not None
+        text = self.process.stdout.readline()
+        assert text, (self.place / "stderr").read_text()[-4_000:]
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
-        _, master = stack.enter_context(
-            daemon("master.Master", ready=r"spark://127\.0\.0\.1:\d+", work=work, host="127.0.0.1")
-        )
+        yield Cluster(tmp_path_factory.mktemp("standalone"), stack)
 
-        def worker(host: str) -> subprocess.Popen[str]:
-            size = ["--cores", "1", "--memory", "1g", master]
-            up = daemon("worker.Worker", *size, ready="Successfully registered with master", work=work, host=host)
-            return stack.enter_context(up)[0]
 
-        first = worker(HOSTS[0])
-        process = stack.enter_context(child(tmp_path, master))
-        assert line(process, tmp_path).startswith("another worker")
-        worker(HOSTS[1])
-        assert line(process, tmp_path).startswith("decommission")
-        first.send_signal(signal.SIGPWR)
-        found: dict[str, Any] = json.loads(line(process, tmp_path))
+def test_a_worker_joins(cluster: Cluster) -> None:
+    assert cluster.started["slices"] == {"0": 12}
+    cluster.worker(HOSTS[1])
+    found = cluster.said()
+    assert sorted(found["slices"]) == ["0", "1"] and sum(found["slices"].values()) == 12
+    assert found["homes"] == ["0", "1"], "containers of one stage have worked on both workers' executors"
+    assert found["recoveries"] == [], "to be joined is no loss"
+
+
+def test_a_worker_is_decommissioned(cluster: Cluster) -> None:
+    """Spark runs nothing on an executor from the moment that it is decommissioned: its slices come from backups."""
+    cluster.first.send_signal(signal.SIGPWR)
+    found = cluster.said()
     assert found["equal"] and found["rows"] > 0, "the output is not what an undisturbed run gives"
-    assert found["first"] == {"0": 12} and sorted(found["more"]) == ["0", "1"]
-    assert found["apart"] == ["0", "1"], "the containers of one stage worked on both workers' executors"
-    assert found["last"] == {"1": 12}
-    assert found["before"] == [], "to be joined is no loss"
+    assert found["slices"] == {"1": 12}
     assert len(found["recoveries"]) == 1 and "decommissioned" in found["recoveries"][0], found["recoveries"]
 
 
@@ -83,14 +105,6 @@ def child(place: Path, master: str) -> Iterator[subprocess.Popen[str]]:
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
-
-
-def line(process: subprocess.Popen[str], place: Path) -> str:
-    """The next thing that the child says."""
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    assert said, (place / "stderr").read_text()[-4_000:]
-    return said.strip()
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------
@@ -155,12 +169,9 @@ def main(place: Path, master: str) -> None:
 
     job._runtime._observe = watch  # type: ignore[method-assign]
     until(job, "started", lambda: job.status().epoch >= 3)
-    first = slices(job)
-    print("another worker, please", flush=True)
-    until(job, "larger", lambda: whole(job, 2))
-    more, before = slices(job), recoveries(job)
-    until(job, "at work on both", lambda: len(homes) == 2)
-    print("decommission the first, please", flush=True)
+    say(slices=slices(job))
+    until(job, "larger", lambda: whole(job, 2) and len(homes) == 2)
+    say(slices=slices(job), homes=sorted(homes), recoveries=recoveries(job))
     until(job, "smaller", lambda: len(slices(job)) == 1)
     goal = job.status().epoch + 5
     until(job, f"epoch {goal}", lambda: job.status().epoch >= goal)
@@ -170,16 +181,7 @@ def main(place: Path, master: str) -> None:
     ps.run_local(build(place / "local", rows=rows), slices=12)
     # Everything but the number of the epoch: with rows that come by the clock, that is chance.
     ours, theirs = (ps.read_output(place / p).drop("epoch").sort("n") for p in ("spark", "local"))
-    say(
-        equal=ours.equals(theirs),
-        rows=ours.height,
-        first=first,
-        more=more,
-        last=last,
-        apart=sorted(homes),
-        before=before,
-        recoveries=causes,
-    )
+    say(equal=ours.equals(theirs), rows=ours.height, slices=last, recoveries=causes)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from urllib.parse import quote
 
 import xxhash
 
+from penstock.connectors.store import private_opener
+
 _PREFIX: Final = "penstock-"
 _LOCK: Final = "lock"
 _TEMPORARY: Final = ".tmp"
@@ -41,7 +43,7 @@ class LocalSpill:
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
         try:
-            with open(path + _TEMPORARY, "wb") as file:
+            with open(path + _TEMPORARY, "wb", opener=private_opener) as file:
                 file.write(data)
             os.replace(path + _TEMPORARY, path)
         except OSError:
@@ -81,7 +83,7 @@ def open_spill(
     failure: OSError | None = None
     for place in roots:
         try:
-            os.makedirs(place, exist_ok=True)
+            os.makedirs(place, mode=0o700, exist_ok=True)
             remove_dead(place, job)
             return LocalSpill(_unused(os.path.join(place, _PREFIX + mine)))
         except OSError as error:

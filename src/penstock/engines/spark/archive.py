@@ -21,6 +21,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.engines.spark.security import is_private
+
 FORGET_S = 30 * 86_400.0
 """An archive that nobody used for so long goes when another is made: Java or Spark has been replaced since."""
 WRITING_S = 120.0
@@ -56,6 +58,8 @@ def java_options(path: Path | None, now: float | None = None) -> tuple[list[str]
     if path is None:
         return [], []
     now = time.time() if now is None else now
+    if path.parent.exists() and not is_private(path.parent):
+        return [], []  # Java runs what is in an archive, and somebody else could have put it there
     try:
         with path.open("rb") as file:
             whole = any(file.read(HEAD))

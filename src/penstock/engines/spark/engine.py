@@ -44,7 +44,7 @@ from penstock.control.routing import RoutingTable
 from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.merging import MergeAside, Merging
 from penstock.engines.protocol import Post
-from penstock.engines.spark import private
+from penstock.engines.spark import private, security, slots
 from penstock.engines.spark.admission import ALL, Admission, has_master
 from penstock.engines.spark.session import check_executors, is_local, open_session, ship_package, single_machine
 from penstock.engines.spark.worker import SLOT, JobSpec, KeepSettings, ReportsParam, SlotTask
@@ -230,6 +230,8 @@ class SparkEngine:
         if single_machine(master):
             # Modules that the driver can import, workers on this machine can too.
             self.env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and os.path.exists(p))
+            # The JVM's own is stricter, and the output that workers write is the user's.
+            self.env[slots.UMASK] = f"{security.umask():o}"
         self.executors = self.jvm.executors()
         if self.owned and has_master(master) and not self._by_load():
             self.admission = Admission(time.monotonic())

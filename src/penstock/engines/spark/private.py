@@ -11,6 +11,7 @@ all that inside, but not in its public interface. What is used:
 * ``PartitionPruningRDD``: one RDD for each slot, so that each may have environment variables, and so a Python worker,
   of its own;
 * the daemon of Python workers, ``slots.py`` in its place: a container's process outlives its connections;
+* ``launch_gateway``: the driver's JVM with a file mode mask of its own, and without secrets on its command line;
 * the context cleaner: shuffle files go when their epoch is done, not when the JVM collects garbage;
 * the scheduler's backend: which executors there are, and which of them get no tasks any more.
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def self_check() -> list[str]:
     """Problems with the installed PySpark, each a sentence; none if it fits."""
     try:
         import pyspark
-        from pyspark import accumulators, daemon, serializers, taskcontext
+        from pyspark import SparkContext, accumulators, daemon, java_gateway, serializers, taskcontext
         from pyspark.core import broadcast, rdd
     except ImportError as error:
         return [f"PySpark cannot be imported: {error}."]
@@ -58,6 +59,8 @@ def self_check() -> list[str]:
         (daemon, ("manager",)),
         (broadcast, ("_broadcastRegistry",)),
         (taskcontext, ("TaskContext", "BarrierTaskContext")),
+        (java_gateway, ("launch_gateway",)),
+        (SparkContext, ("_ensure_initialized", "_gateway")),
         (taskcontext.TaskContext, ("_setTaskContext",)),
     ):
         problems += [f"{module.__name__} has no {n} any more." for n in names if not hasattr(module, n)]
@@ -69,6 +72,20 @@ def running_context() -> SparkContext | None:
     from pyspark import SparkContext
 
     return SparkContext._active_spark_context
+
+
+def start_jvm(settings: Mapping[str, str], umask: int | None) -> None:
+    """Start the driver's JVM, if there is none in this process. These settings are on its command line."""
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
+
+    if SparkContext._gateway is not None:
+        return
+    conf = SparkConf()
+    for name, value in settings.items():
+        conf.set(name, value)
+    gateway = launch_gateway(conf, popen_kwargs={} if umask is None else {"umask": umask})
+    SparkContext._ensure_initialized(gateway=gateway)
 
 
 class Jvm:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config
 from penstock.doctor import check_machine
-from penstock.engines.spark import archive, private, slots
+from penstock.engines.spark import archive, private, security, slots
 from penstock.errors import EngineError, MachineError
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
         missing = [k for k in ("spark.python.unix.domain.socket.enabled",) if existing.getConf().get(k) != DEFAULTS[k]]
         notices = [f"using the Spark session that is already running on {existing.master}."]
         notices += [f"it would be faster with {k}={DEFAULTS[k]}." for k in missing]
+        if existing.getConf().get(security.AUTHENTICATE, "false") != "true":
+            notices.append("it does not authenticate (spark.authenticate): others who reach its ports can control it.")
         return SparkSession.builder.getOrCreate(), False, notices
     # Executors must run this very Python: another one would lack polars, or unpickle other bytecode.
     if single_machine(config.master):
@@ -129,14 +131,21 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
         java += LOCAL_JVM
         settings["spark.executor.extraJavaOptions"] = " ".join((*LOCAL_JVM, *mapped_by_executors))
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
+    if single_machine(config.master):
+        settings.update(security.protection(config.master))
     settings.update(config.spark)
     daemon = None if DAEMON in settings else _use_slots(settings, config.master)
     java.append(settings.get("spark.driver.extraJavaOptions", ""))  # of two flags that disagree, Java takes the last
     settings["spark.driver.extraJavaOptions"] = " ".join(java).strip()
-    builder: Any = SparkSession.builder.master(config.master).appName(name)
-    for key, value in settings.items():
-        builder = builder.config(key, value)
     try:
+        # On the JVM's command line, which everybody can read, is what is no secret. The rest it is told when it runs.
+        private.start_jvm(
+            {"spark.master": config.master, "spark.app.name": name, **security.without_secrets(settings)},
+            security.PRIVATE_UMASK if single_machine(config.master) else None,
+        )
+        builder: Any = SparkSession.builder.master(config.master).appName(name)
+        for key, value in settings.items():
+            builder = builder.config(key, value)
         session = builder.getOrCreate()
     except Exception as error:
         raise EngineError(

@@ -13,6 +13,7 @@ from penstock.config import Config
 from penstock.connectors.spill import open_spill
 from penstock.connectors.store import DirectoryLock, FsspecStore
 from penstock.engines.spark import archive, security, slots
+from penstock.observe.journal_codec import Unknown, from_json
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])
@@ -110,3 +111,17 @@ def test_an_archive_of_classes_that_others_can_replace_is_not_used(tmp_path: Pat
 def test_the_settings_of_a_user_win() -> None:
     config = Config(spark={"spark.authenticate": "false"})
     assert {**security.protection("local[2]"), **config.spark}["spark.authenticate"] == "false"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "engines.spark.slots.Daemon",
+        "engines.merging.MergeAside",
+        "connectors.store.DirectoryLock",
+        "state.store.Protocol",
+        "control.controller.deque",
+    ],
+)
+def test_a_journal_makes_no_objects_but_of_its_own_kinds(name: str) -> None:
+    assert isinstance(from_json({"!": name}), Unknown)

@@ -19,12 +19,19 @@ from typing import Any
 import numpy  # noqa: F401
 import pyspark
 import pyspark.sql.types
-import pyspark.testing.utils  # noqa: F401
+import pyspark.testing.utils
 from pyspark.java_gateway import launch_gateway
 
 SECONDS = 10.0
 RPC_REQUEST, RPC_RESPONSE, RPC_FAILURE = 3, 4, 5
-ENDPOINTS = ("Master", "Worker", "CoarseGrainedScheduler", "HeartbeatReceiver", "BlockManagerMaster", "MapOutputTracker")
+ENDPOINTS = (
+    "Master",
+    "Worker",
+    "CoarseGrainedScheduler",
+    "HeartbeatReceiver",
+    "BlockManagerMaster",
+    "MapOutputTracker",
+)
 
 
 def knock(port: int) -> str:

@@ -96,7 +96,9 @@ def test_what_is_no_plain_value_is_refused_when_it_is_kept(tmp_path: Path) -> No
         encode_value(deep)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x05.", b"\xc7\x01\x63x", b"\xd4\x02x", b"\xc7\x03\x0b|O8", b"\x91" * 9_999])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x05.", b"\xc7\x01\x63x", b"\xd4\x02x", b"\xc7\x03\x0b|O8", b"\x91" * 9_999]
+)
 def test_bytes_that_are_no_value_are_refused(data: bytes) -> None:
     with pytest.raises(NotPlain):
         decode_value(data)

@@ -690,7 +690,7 @@ def _infer_jsonl(head: bytes) -> dict[str, pl.DataType]:
         try:
             if isinstance(json.loads(line), dict):
                 good.append(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # nested too deep for Python is bad in the same way
             continue
     if not good:
         return {}

@@ -33,7 +33,7 @@ Names = list[str]
 
 DIRECTORY_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
-"""What is made on a local disk is for its owner alone: state is users' data, and who can write it can change results."""
+"""What is made on a local disk is for its owner alone: state is users' data, and who can write it changes results."""
 
 _TEMPORARY: Final = ".tmp"
 FLUSH_BYTES: Final = 8 << 20

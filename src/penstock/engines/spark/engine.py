@@ -28,6 +28,7 @@ from penstock.config import Config
 from penstock.control.events import (
     Compact,
     Event,
+    Fatal,
     Flush,
     Flushed,
     NodeInfo,
@@ -36,6 +37,7 @@ from penstock.control.events import (
     StageDone,
     StageFailed,
     Stuck,
+    TaskError,
     TaskReport,
     WarmedUp,
     WarmUp,
@@ -140,6 +142,14 @@ def _first_executors(master: str, cores_max: str | None) -> int:
     return workers if cores_max is None else max(1, min(workers, int(cores_max) // cores))
 
 
+def _jvm_lost(said: str) -> EngineError:
+    return EngineError(
+        f"{said}, and the job with it.",
+        remedy="Start the job again: it goes on from its checkpoint. If nobody killed the JVM, the machine may have "
+        "had no memory left, or the JVM too little (spark.driver.memory).",
+    )
+
+
 def pickle_plan(plan: Plan) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer).dump(plan)
@@ -211,6 +221,7 @@ class SparkEngine:
         self.session, self.owned, self.notices = open_session(self.config, self.config.name or self.plan.graph.name)
         sc = self.session.sparkContext
         self.jvm = private.Jvm(sc)
+        private.quieten(sc)
         master = sc.master
         if not is_local(master):
             self._await_executors(master)
@@ -258,14 +269,22 @@ class SparkEngine:
         self.merge_aside.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
         limit = time.monotonic() + QUIET_S
+        gone = self.session is not None and private.jvm_lost()
         with contextlib.suppress(Exception):  # Spark is gone, and its jobs with it
-            while self._cancel_old() and time.monotonic() < limit:
+            while not gone and self._cancel_old() and time.monotonic() < limit:
                 time.sleep(WATCH_S)  # the watcher is gone, and a job may just be on its way
         self.pool.shutdown(wait=True)
-        if self.session is not None and self.owned:
+        if gone:
+            private.forget_jvm()
+        elif self.session is not None and self.owned:
             self.session.stop()
         elif self.session is not None:
             self._end_slots()
+
+    def lost(self) -> EngineError | None:
+        """Why nothing works any more: Spark's JVM is gone. None: it is there."""
+        said = private.jvm_lost() if self.session is not None else ""
+        return _jvm_lost(said) if said else None
 
     def _end_slots(self) -> None:
         """The session goes on without us: our containers' processes should not."""
@@ -356,6 +375,10 @@ class SparkEngine:
     def _watch(self) -> None:
         """Looks after executors and tasks: who is lost, who is new, who hangs."""
         while not self.over.wait(WATCH_S):
+            if said := private.jvm_end():
+                error = _jvm_lost(said)
+                self.post(Fatal(time.monotonic(), TaskError("EngineError", error.message, error.remedy, {})))
+                return
             try:
                 if self.executors or not is_local(self.session.sparkContext.master):
                     self._look()
@@ -419,6 +442,11 @@ class SparkEngine:
                 continue  # a process that is being started
             job.began = now  # said once; again if it goes on
             names = StageId(stage), Epoch(epoch), Attempt(attempt)
+            for index in sorted(silent):
+                self.notices.append(
+                    f"{self._container(stage, index, job.slots[index])} has been at epoch {epoch} for more than "
+                    f"{self.config.hang_s:g} s: a function that does not return? Its slices go to others (hang_s)."
+                )
             self.post(Stuck(now, *names, tuple(sorted(silent)), self.config.hang_s))
 
     # -- placement -------------------------------------------------------------------------------------------------
@@ -561,11 +589,32 @@ class SparkEngine:
         except Exception as error:
             reason = private.short_reason(error)
             self._look_again(reason)  # who decides what to do next should know who is there
+            reason = self._process_ended(error, epoch, stage, attempt) or reason
             event = StageFailed(time.monotonic(), epoch, stage, attempt, reason, private.failed_on(error))
         with self.lock:
             self.jobs.pop((epoch, stage, attempt), None)
             self.under_way[attempt] -= 1
         self.post(event)
+
+    def _container(self, stage: str, index: int, node: str) -> str:
+        """A container as users know it: by its stage, and the operators that run in it."""
+        operators = ", ".join(f"'{name}'" for name in self.plan.by_id[StageId(stage)].operators)
+        return f"container {index} of stage '{stage}' (operators {operators}) on node {node}"
+
+    def _process_ended(self, error: Exception, epoch: int, stage: str, attempt: int) -> str:
+        """Whose Python process ended in the middle of a task, said at once; empty if none did, or for good reason."""
+        number = private.process_ended(error)
+        with self.lock:
+            job = self.jobs.get((epoch, stage, attempt))
+        if number is None or job is None or attempt < self.cancelled or number >= len(job.slots):
+            return ""
+        index, node = list(job.slots.items())[number]
+        said = (
+            f"the Python process of {self._container(stage, index, node)} ended in the middle of epoch {epoch}: "
+            "a function, or a library that it uses, ended it (os._exit), crashed, or had no memory left"
+        )
+        self.notices.append(f"{said}. The epoch is run again.")
+        return said
 
     def _look_again(self, reason: str) -> None:
         """A task may meet a dead executor before Spark has noticed its death."""

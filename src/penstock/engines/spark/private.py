@@ -21,8 +21,13 @@ of a job.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+import signal
+import subprocess
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +40,17 @@ PARTITIONER_ID = 7_365_737_402
 partition.
 """
 
+JVM_END_S = 2.0
+"""A JVM whose connections are broken has this long to end."""
+
 SETS_MAX = 1_024
 """Sets of partitions that are kept: a job that changes its shape makes others."""
 
+_BARE_PATH = re.compile(r"(/\S+)")
+"""All that Java says of a file that is not there."""
+_GONE = re.compile(r"NoSuchFileException: (/\S*(?:blockmgr|spark-|executor-)\S*)")
+_LOST_PARTITION = re.compile(r"Lost task (\d+)\.\d+ in stage")
+_PROCESS_ENDED = ("Python worker exited unexpectedly", "Python worker process terminated")
 _LOST_TASK = re.compile(r"Lost task \S+ in stage \S+ \(TID \d+\) \(\S+ executor (\w+)\)")
 
 
@@ -86,6 +99,56 @@ def start_jvm(settings: Mapping[str, str], umask: int | None) -> None:
         conf.set(name, value)
     gateway = launch_gateway(conf, popen_kwargs={} if umask is None else {"umask": umask})
     SparkContext._ensure_initialized(gateway=gateway)
+
+
+def quieten(sc: SparkContext) -> None:
+    """Py4J and the server of accumulators print tracebacks when the JVM goes. It is told in words of ours."""
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    server: Any = sc._accumulatorServer
+    server.handle_error = lambda *_: None
+
+
+def jvm_end() -> str:
+    """How the driver's JVM ended; empty while it runs, or if it was not started by this process."""
+    from pyspark import SparkContext
+
+    process: subprocess.Popen[bytes] | None = getattr(SparkContext._gateway, "proc", None)
+    code = None if process is None else process.poll()
+    if process is None or code is None:
+        return ""
+    how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
+    return f"Spark's JVM (process {process.pid}) {how}"
+
+
+def jvm_lost() -> str:
+    """The same, asked after something failed: a connection breaks a moment before its process has ended."""
+    from pyspark import SparkContext
+
+    gateway: Any = SparkContext._gateway
+    if gateway is None:
+        return ""
+    try:
+        gateway.jvm.java.lang.System.nanoTime()
+        return ""
+    except Exception:
+        if getattr(gateway, "proc", None) is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                gateway.proc.wait(JVM_END_S)
+    return jvm_end() or "Spark's JVM does not answer any more"
+
+
+def forget_jvm() -> None:
+    """After the end of the JVM: another session of this process begins with another one."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    context = SparkContext._active_spark_context
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        if context is not None:
+            context.stop()
+    SparkContext._active_spark_context = SparkContext._gateway = SparkContext._jvm = None
+    SparkSession._instantiatedSession = None  # type: ignore[assignment]
 
 
 class Jvm:
@@ -280,6 +343,13 @@ def failed_on(error: BaseException) -> str:
     return found[1] if found else ""
 
 
+def process_ended(error: BaseException) -> int | None:
+    """The number of the task whose Python process ended under it, among the job's tasks; None: it is another error."""
+    text = str(error)
+    found = _LOST_PARTITION.search(text)
+    return int(found[1]) if found and any(words in text for words in _PROCESS_ENDED) else None
+
+
 def short_reason(error: BaseException) -> str:
     """One line of what Spark said, without its stack traces."""
     java = getattr(error, "java_exception", None)
@@ -291,6 +361,11 @@ def short_reason(error: BaseException) -> str:
             text = str(message)
         java = java.getCause()
         seen += 1
+    if gone := _GONE.search(str(error)) or _BARE_PATH.fullmatch(text.strip()):
+        return (
+            f"{gone[1]} is missing: a directory of Spark's on a local disk was removed or cleared "
+            "(SPARK_LOCAL_DIRS, or the one for temporary files)"
+        )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

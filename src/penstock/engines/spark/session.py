@@ -82,12 +82,12 @@ appender.console.type = Console
 appender.console.name = console
 appender.console.target = SYSTEM_ERR
 appender.console.layout.type = PatternLayout
-appender.console.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n%ex{short}
-# Failures of tasks and executors are events of ours: the controller decides, the status tells.
-logger.executor.name = org.apache.spark.executor
-logger.executor.level = off
-logger.tasks.name = org.apache.spark.scheduler
-logger.tasks.level = off
+appender.console.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n%ex{none}
+# Failures of tasks, executors and connections are events of ours: the controller decides, the status tells.
+logger.spark.name = org.apache.spark
+logger.spark.level = off
+logger.netty.name = io.netty
+logger.netty.level = off
 """
 
 
@@ -133,6 +133,8 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
     if single_machine(config.master):
         settings.update(security.protection(config.master))
+    elif config.master.startswith("k8s://"):
+        settings[security.AUTHENTICATE] = "true"  # Spark makes a secret for each application there
     settings.update(config.spark)
     daemon = None if DAEMON in settings else _use_slots(settings, config.master)
     java.append(settings.get("spark.driver.extraJavaOptions", ""))  # of two flags that disagree, Java takes the last

@@ -65,7 +65,7 @@ def page(port: int, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=SECONDS) as answer:
             return f"in: {answer.status}"
     except urllib.error.HTTPError as error:
-        return f"refused: {error.code}" if error.code == 403 else f"in: {error.code}"
+        return f"refused: {error.code}" if error.code in (403, 404) else f"in: {error.code}"
     except (OSError, ValueError, http.client.HTTPException) as error:
         return f"no page: {type(error).__name__}"
 
@@ -137,7 +137,7 @@ class Program:
         env = jvm.org.apache.spark.rpc.RpcEnv.create("intruder", "127.0.0.1", 0, conf, manager, True)
         found = {}
         for port in ports:
-            for name in ENDPOINTS:
+            for name in ENDPOINTS if secret is None else ENDPOINTS[:1]:
                 try:
                     env.setupEndpointRef(jvm.org.apache.spark.rpc.RpcAddress("127.0.0.1", port), name)
                     found[f"{name} at {port}"] = "in"

@@ -46,7 +46,7 @@ def test_another_user_gets_in_nowhere(job: dict[str, Any]) -> None:
     tried = [what.split(" ")[0] for what in attempts]
     for kind in ("port", "page", "py4j", "socket", "file", "listing", "planting", "no", "a"):
         assert tried.count(kind) > 1, f"nothing was tried of the kind '{kind}'"
-    assert sum(came == "refused: 403" for came in attempts.values()) >= 3 * 4, "the master's and two workers' pages"
+    assert sum(came == "refused: 403" for came in attempts.values()) >= 3 * 3, "the master's and two workers' pages"
     assert sum(came == "refused: no challenge" for came in attempts.values()) >= 6, "Spark's own ports"
 
 

@@ -1,6 +1,7 @@
 """What goes wrong is said in words, at once, and by name."""
 
 import json
+import logging
 import shutil
 import signal
 import subprocess
@@ -141,6 +142,23 @@ def test_a_jvm_that_is_killed_is_told_from_one_that_runs(monkeypatch: pytest.Mon
     process.wait()
     assert private.jvm_end() == f"Spark's JVM (process {process.pid}) was killed by signal 9 (SIGKILL)"
     assert private.jvm_lost() == private.jvm_end()
+
+
+def test_tracebacks_of_py4j_stay_away_from_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """It logs to the root, from its own file."""
+    private.quieten(SimpleNamespace(_accumulatorServer=SimpleNamespace()))  # type: ignore[arg-type]
+    code = compile("import logging; logging.error('from py4j')", "/site-packages/py4j/java_gateway.py", "exec")
+    root = logging.getLogger()
+    handler = logging.StreamHandler()
+    root.addHandler(handler)
+    try:
+        exec(code)
+        logging.error("from elsewhere")
+    finally:
+        root.removeHandler(handler)
+        root.removeFilter(private._not_py4j)
+    said = capfd.readouterr().err
+    assert "from elsewhere" in said and "from py4j" not in said
 
 
 def test_what_fails_because_the_engine_is_gone_is_put_down_to_that(tmp_path: Path) -> None:

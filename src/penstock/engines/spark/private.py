@@ -101,9 +101,14 @@ def start_jvm(settings: Mapping[str, str], umask: int | None) -> None:
     SparkContext._ensure_initialized(gateway=gateway)
 
 
+def _not_py4j(record: logging.LogRecord) -> bool:
+    return "/py4j/" not in record.pathname
+
+
 def quieten(sc: SparkContext) -> None:
     """Py4J and the server of accumulators print tracebacks when the JVM goes. It is told in words of ours."""
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    logging.getLogger().addFilter(_not_py4j)  # it also logs to the root; a filter that is there is not added again
     server: Any = sc._accumulatorServer
     server.handle_error = lambda *_: None
 

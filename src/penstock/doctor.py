@@ -92,6 +92,8 @@ def run_checks(master: str = "local[*]") -> list[Check]:
         check_cores(master),
         check_host_names(),
         check_writable(),
+        check_authentication(master),
+        check_private_places(),
     ]
     return checks
 
@@ -309,6 +311,68 @@ def check_writable(directory: str | None = None) -> Check:
             "Write outputs and checkpoints to another directory.",
         )
     return Check("current directory", "ok", f"{place} can be written to")
+
+
+# --- who else gets in ---------------------------------------------------------------------------------------------
+
+_ADMINISTRATOR = (
+    "The cluster's administrator sets spark.authenticate=true and spark.authenticate.secret for the master and the "
+    "workers, and you the same in [penstock.spark] of a penstock.toml that only you can read: see docs/security.md."
+)
+
+
+def check_authentication(master: str = "local[*]", settings: Mapping[str, str] | None = None) -> Check:
+    """Whether others can give orders to the Spark that jobs run on. ``settings`` are those of penstock.toml."""
+    name = "authentication"
+    if settings is None:
+        settings = _spark_settings()
+    asked = settings.get("spark.authenticate", "").lower()
+    if master.startswith("local"):
+        if asked == "false":
+            return Check(
+                name, "warn", "spark.authenticate is off: every user of this machine can run code as you",
+                "Leave spark.authenticate out.",
+            )  # fmt: skip
+        return Check(name, "ok", "every session has a secret of its own")
+    if asked == "true" or master.startswith("k8s://"):
+        if settings.get("spark.network.crypto.enabled", settings.get("spark.ssl.rpc.enabled", "")).lower() != "true":
+            return Check(
+                name, "warn", "connections are authenticated and not encrypted",
+                "Set spark.network.crypto.enabled=true, for the master and the workers too, where others share the "
+                "network: see docs/security.md.",
+            )  # fmt: skip
+        return Check(name, "ok", "connections are authenticated and encrypted")
+    if master == "yarn":
+        remedy = "Set spark.authenticate=true; YARN makes a secret for each job. See docs/security.md."
+    else:
+        remedy = _ADMINISTRATOR
+    return Check(name, "warn", f"whoever reaches {master} or the job's ports can run code as you", remedy)
+
+
+def _spark_settings() -> Mapping[str, str]:
+    from penstock.config import Config
+    from penstock.errors import ConfigError
+
+    try:
+        return Config.load().spark
+    except ConfigError:
+        return {}  # the job will say what is wrong with it
+
+
+def check_private_places(environ: Mapping[str, str] | None = None) -> Check:
+    """Places of ours from which code is loaded, or a job steered: nobody else may write there."""
+    name = "private places"
+    environ = os.environ if environ is None else environ
+    home = environ.get("HOME") or os.path.expanduser("~")
+    cache = environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+    for place in (home, cache, os.path.join(cache, "penstock"), os.path.join(home, ".penstock")):
+        try:
+            found = os.stat(place)
+        except OSError:
+            continue
+        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o002:
+            return Check(name, "warn", f"others can write to {place}", f"Run chmod go-w {place}, as its owner.")
+    return Check(name, "ok", "only you can write to them")
 
 
 def _one_line(error: BaseException) -> str:

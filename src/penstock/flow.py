@@ -40,6 +40,10 @@ Piped = TypeVar("Piped")
 ON_ERROR = ("dead_letter", "fail")
 
 
+ID_BYTES_MAX = 150
+"""File systems take names of 255 bytes, and something is put before and after an id."""
+
+
 @dataclass(frozen=True)
 class Partition:
     """What ``hash_partition`` asks of the stage that follows: its number of instances, and a name for rescaling it."""
@@ -197,6 +201,8 @@ class Flow:
             raise FlowError(
                 f"{node.id!r} is not an operator id.", remedy="Use letters, digits, '-', '_' and '.', e.g. 'counts'."
             )
+        for name in filter(None, (node.id, node.partition.uid if node.partition else None)):
+            _check_as_file_name(name)
         if any(n.id == node.id for n in self._nodes):
             raise FlowError(
                 f"two steps have the id '{node.id}'.", remedy="Give each a name of its own.", operator=node.id
@@ -216,6 +222,19 @@ class Flow:
 
     def __repr__(self) -> str:
         return f"Flow({self.name!r}, {len(self._nodes)} steps)"
+
+
+def _check_as_file_name(id: str) -> None:
+    """An id names directories, in the checkpoint and in outputs."""
+    if not id.strip("."):
+        raise FlowError(
+            f"'{id}' is not an operator id: it would name another directory.", remedy="Use a letter or digit in it."
+        )
+    if (size := len(id.encode())) > ID_BYTES_MAX:
+        raise FlowError(
+            f"the operator id '{id[:40]}...' has {size} bytes, more than {ID_BYTES_MAX}.",
+            remedy="Give it a shorter one: it names files.",
+        )
 
 
 def _check_columns(operator: str, columns: Iterable[str], schema: pl.Schema) -> None:

@@ -151,5 +151,29 @@ def test_check_machine_raises_the_first_hard_failure_in_one_line(monkeypatch: py
 def test_every_problem_has_a_remedy() -> None:
     checks = doctor.run_checks()
     assert all(check.remedy for check in checks if check.outcome != "ok")
-    assert len({check.name for check in checks}) == len(checks) == 13
+    assert len({check.name for check in checks}) == len(checks) == 15
     assert json.loads(json.dumps(doctor.report(checks)))["checks"][0]["name"] == "Python"
+
+
+def test_who_else_can_give_orders() -> None:
+    def outcome(master: str, **settings: str) -> str:
+        found = {f"spark.{name.replace('_', '.')}": value for name, value in settings.items()}
+        return doctor.check_authentication(master, found).outcome
+
+    assert outcome("local[*]") == outcome("local-cluster[2,1,1024]") == "ok"
+    assert outcome("local[2]", authenticate="false") == "warn"
+    assert outcome("spark://h:7077") == outcome("yarn") == "warn"
+    assert outcome("spark://h:7077", authenticate="true") == "warn", "not encrypted"
+    assert outcome("spark://h:7077", authenticate="true", network_crypto_enabled="true") == "ok"
+    assert "docs/security.md" in doctor.check_authentication("spark://h:7077", {}).remedy
+
+
+def test_places_that_others_can_write_to(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / ".cache" / "penstock").mkdir(parents=True, mode=0o700)
+    home.chmod(0o700)
+    (home / ".cache").chmod(0o700)
+    assert doctor.check_private_places({"HOME": str(home)}).outcome == "ok"
+    (home / ".cache" / "penstock").chmod(0o777)
+    check = doctor.check_private_places({"HOME": str(home)})
+    assert check.outcome == "warn" and "penstock" in check.found

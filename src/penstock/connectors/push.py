@@ -573,9 +573,12 @@ def http_push(
 
 def json_lines(body: bytes) -> bytes:
     """A whole JSON document to lines: the elements of an array, or the one object. Raises ValueError."""
-    document = json.loads(body)
-    items = document if isinstance(document, list) else [document]
-    return b"".join(json.dumps(item, ensure_ascii=False).encode() + b"\n" for item in items)
+    try:
+        document = json.loads(body)
+        items = document if isinstance(document, list) else [document]
+        return b"".join(json.dumps(item, ensure_ascii=False).encode() + b"\n" for item in items)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 __all__ = ["IteratorSource", "PushSource", "SocketSource", "http_push", "iterator", "socket"]

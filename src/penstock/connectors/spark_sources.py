@@ -45,6 +45,7 @@ from penstock.connectors.rows import clip, polars_schema, rows_frame, salvage
 from penstock.connectors.scratch import Scratch, open_scratch
 from penstock.connectors.skips import REASON, read_record_skips
 from penstock.connectors.spool import cut, folder_of
+from penstock.connectors.store import make_directories, private_opener
 from penstock.errors import FlowError, SourceError
 
 # ---------------------------------------------------------------- schemas
@@ -424,7 +425,7 @@ class DataFrameSource(Source):
                 path=base,
             )
         self._root = os.path.join(os.path.abspath(base), "spool", folder_of(context.source_id))
-        os.makedirs(self._root, exist_ok=True)
+        make_directories(self._root)
         for name in os.listdir(self._root):
             if name.startswith("_writing-"):
                 shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
@@ -533,7 +534,7 @@ class DataFrameSource(Source):
             return
         # First the number, then the files: a batch Spark is not sure of must not be spooled once more.
         target = os.path.join(self._root, "_deleted")
-        with open(target + ".tmp", "w") as file:
+        with open(target + ".tmp", "w", opener=private_opener) as file:
             file.write(str(end["batch"]))
         os.replace(target + ".tmp", target)
         for name in os.listdir(self._root):

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import xxhash
 
 from penstock.connectors.scratch import PREFIX, Scratch, remove_dead, unused
+from penstock.connectors.store import private_opener
 
 _TEMPORARY: Final = ".tmp"
 
@@ -26,7 +27,7 @@ class LocalSpill(Scratch):
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
         try:
-            with open(path + _TEMPORARY, "wb") as file:
+            with open(path + _TEMPORARY, "wb", opener=private_opener) as file:
                 file.write(data)
             os.replace(path + _TEMPORARY, path)
         except OSError:
@@ -57,7 +58,7 @@ def open_spill(
     failure: OSError | None = None
     for place in roots:
         try:
-            os.makedirs(place, exist_ok=True)
+            os.makedirs(place, mode=0o700, exist_ok=True)
             remove_dead(place)
             return LocalSpill(unused(os.path.join(place, PREFIX + mine)))
         except OSError as error:

@@ -31,6 +31,10 @@ LOCK_NAME: Final = "LOCK"
 Names = list[str]
 """Within FsspecStore the word ``list`` is a method."""
 
+DIRECTORY_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+"""What is made on a local disk is for its owner alone: state is users' data, and who can write it changes results."""
+
 _TEMPORARY: Final = ".tmp"
 FLUSH_BYTES: Final = 8 << 20
 """So much of a large file is written before it is flushed: some hundredths of a second of a disk."""
@@ -355,8 +359,8 @@ class DirectoryLock:
     def _acquire_local(self, root: str) -> None:
         path = os.path.join(root, LOCK_NAME)
         with _explained(path):
-            _make_directories(root)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            make_directories(root)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -526,10 +530,10 @@ def _temporary_file(path: str, data: bytes, durable: bool) -> Iterator[str]:
     folder, base = os.path.split(path)
     temporary = os.path.join(folder, _temporary_name(base))
     try:
-        file = open(temporary, "xb")
+        file = open(temporary, "xb", opener=private_opener)
     except FileNotFoundError:
-        _make_directories(folder)
-        file = open(temporary, "xb")
+        make_directories(folder)
+        file = open(temporary, "xb", opener=private_opener)
     try:
         with file:
             _write(file, data, durable)
@@ -539,9 +543,14 @@ def _temporary_file(path: str, data: bytes, durable: bool) -> Iterator[str]:
             os.unlink(temporary)
 
 
+def private_opener(path: str, flags: int) -> int:
+    """For ``open``: a file that is made is for its owner alone, whatever the umask."""
+    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+
+
 def _create_exclusively(path: str, data: bytes) -> bool:
     try:
-        with open(path, "xb") as file:
+        with open(path, "xb", opener=private_opener) as file:
             _write(file, data, True)
     except FileExistsError:
         return False
@@ -559,15 +568,16 @@ def _write(file: BinaryIO, data: bytes, durable: bool) -> None:
             os.fsync(file.fileno())
 
 
-def _make_directories(folder: str) -> None:
-    """Make missing directories, and flush the entries of those made: a file in an unflushed directory is lost too."""
+def make_directories(folder: str) -> None:
+    """Make missing directories, for their owner alone, and flush the entries of those made: a file in an unflushed
+    directory is lost too. Those that are there stay as they are."""
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(folder)
     if parent != folder:
-        _make_directories(parent)
+        make_directories(parent)
     with contextlib.suppress(FileExistsError):
-        os.mkdir(folder)
+        os.mkdir(folder, DIRECTORY_MODE)
         _sync_directory(parent)
 
 
@@ -579,4 +589,4 @@ def _sync_directory(folder: str) -> None:
         os.close(descriptor)
 
 
-__all__ = ["LOCK_NAME", "DirectoryLock", "FsspecStore", "local_path"]
+__all__ = ["LOCK_NAME", "DirectoryLock", "FsspecStore", "local_path", "make_directories", "private_opener"]

@@ -227,7 +227,10 @@ class Runtime:
                 trace=trace,
             )
         finally:
-            self._publish_status(self.clock(), at_once=True)
+            # Whatever fails because the engine is gone fails in a way of its own: say what it comes from.
+            lost = getattr(self.engine, "lost", None)
+            if self.error is not None and lost is not None:
+                self.error = lost() or self.error
             self._close()
             self._publish_status(self.clock(), at_once=True)
             self.ended.set()
@@ -459,11 +462,22 @@ class Runtime:
                     self.store.delete(bad)
             return manifest
         if problems:
-            raise CorruptData(
-                f"no whole checkpoint is left: {'; '.join(problems)}",
-                remedy="Restore the directory from a copy, or start anew with another checkpoint and output directory.",
-                path=names[0],
+            logged = min((int(n.split("/")[-1].split(".")[0]) for n in self.store.list("log/")), default=0)
+            if logged != 1:
+                rest = f"the log begins with epoch {logged}" if logged else "the log is empty"
+                raise CorruptData(
+                    f"no whole checkpoint is left: {'; '.join(problems)}; and {rest}: the state before cannot be "
+                    "worked out again from what is there.",
+                    remedy="Restore the files that are named from a copy (one whole checkpoint is enough), or start "
+                    "anew with another checkpoint and output directory.",
+                    path=names[0],
+                )
+            self.notices.append(
+                f"{'; '.join(problems)} No whole checkpoint is left, but the log is there from epoch 1 on: all epochs "
+                "run again from it, and sinks ignore what they have."
             )
+            for bad in names:
+                self.store.delete(bad)
         return None
 
     def _check_flow(self, manifest: Manifest) -> None:
@@ -476,7 +490,9 @@ class Runtime:
                 continue
             for part in sorted(set(was) | set(now[stage])):
                 a, b = was.get(part), now[stage].get(part)
-                if json.loads(json.dumps(a)) != json.loads(json.dumps(b)):
+                if part == "values" and a is None:
+                    changes.append(f"operator '{stage}' was kept as pickles, which could run code and are not read")
+                elif json.loads(json.dumps(a)) != json.loads(json.dumps(b)):
                     changes.append(f"operator '{stage}': {part} was {a}, is {b}")
         if changes:
             raise IncompatibleFlow(

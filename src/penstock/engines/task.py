@@ -289,6 +289,9 @@ class Worker:
         except PenstockError as error:
             report.error = task_error(error)
             out = {}
+        except SystemExit as error:
+            report.error = _left(spec, error)
+            out = {}
         except (OSError, MemoryError):
             raise  # the world's, perhaps for a moment only: recovery runs it again
         except Exception as error:
@@ -875,6 +878,18 @@ def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     names = [c for c in frames[0].columns if all(c in f.columns for f in frames)]
     whole = pl.concat([pick(f, names) for f in frames])
     return whole.sort([c for c in (DUE, ORDER) if c in names], maintain_order=True) if tagged else whole
+
+
+def _left(spec: TaskSpec, error: SystemExit) -> TaskError:
+    """For a function of the user's that calls ``sys.exit``, wherever in a stage: it is told by its place."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return TaskError(
+        kind="UserCodeError",
+        message=f"a function in stage '{spec.stage}' called sys.exit({error.code!r}) in epoch {spec.epoch} "
+        f"(container {spec.index}; {at.filename}:{at.lineno}, in {at.name}).",
+        remedy="Raise an exception, or stop the job with job.stop().",
+        evidence={"stage": spec.stage, "epoch": spec.epoch, "cause": "SystemExit"},
+    )
 
 
 def task_error(error: PenstockError) -> TaskError:

@@ -27,6 +27,8 @@ import msgspec
 PACKAGE = "penstock."
 EVENTS = "control.events."
 """Classes of this module go by their bare names."""
+PLANES = ("control.", "state.")
+"""Modules whose classes a journal may name."""
 MARK = "!"
 PLAIN = "~"
 """An object that is no dataclass: its attributes are under this key."""
@@ -187,13 +189,17 @@ def _made(value: dict[str, Any]) -> Any:
 
 @functools.cache
 def _class(name: str) -> Any:
-    """The class of ours with this name; None if there is none."""
+    """The class of ours with this name; None if there is none. A journal may have been changed by somebody: it names
+    only data of the pure planes, whose making does nothing."""
     module, _, short = (name if "." in name else EVENTS + name).rpartition(".")
+    if not f"{module}.".startswith(PLANES):
+        return None
     try:
         found = getattr(importlib.import_module(PACKAGE + module), short, None)
     except ImportError:
         return None
-    return found if isinstance(found, type) else None
+    ours = isinstance(found, type) and found.__module__ == PACKAGE + module
+    return found if ours else None
 
 
 def _enum(inner: list[str]) -> Any:

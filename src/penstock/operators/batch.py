@@ -384,7 +384,7 @@ class Batched(KeyedOperator):
             out = self._result(self.operator.on_batch(batch, state))
             if table is not None:
                 self._store(table, rows, state)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise user_code_error(self.id, tick.epoch, frame.row(0, named=True), error) from error
         return Applied(self._tagged(out, hashes, hashes[starts]))
 

@@ -521,7 +521,7 @@ def loop(call, keys, sizes, events, cells, ends, made, error_of{arguments}):
             for cell, values in cells:
                 values[group] = cell._take()
             ends.append(len(made))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise error_of(key, event, error) from error
 """
 
@@ -687,7 +687,7 @@ class _Run:
                 if limit >= time._wake:
                     self._advance(key, limit)
                 self._take(group)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._error(key, event, error) from error
 
     # -- timers and expiry -------------------------------------------------------------------------------------------
@@ -708,7 +708,7 @@ class _Run:
                 self._put(group, key)
                 self._advance(key, self.limit)
                 self._take(group)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._error(None, None, error) from error
         self._store()
         return self.outlet.frame(self.custom.id, self.tick.epoch, hashes)
@@ -737,7 +737,7 @@ class _Run:
         for slot in self.slots:
             slot.cell._expire(watermark)
 
-    def _error(self, key: Any, event: Any, error: Exception) -> UserCodeError:
+    def _error(self, key: Any, event: Any, error: BaseException) -> UserCodeError:
         if self.firing is not None:
             record: Any = {"key": self.key, "timer": from_us(self.firing, self.time._zone).isoformat()}
         else:

@@ -55,7 +55,7 @@ from penstock.operators.base import (
     visible,
 )
 from penstock.operators.event_time import TIME_US_MAX, TIME_US_MIN, Duration, microseconds, timed_rows
-from penstock.operators.rowstore import RowStore
+from penstock.operators.rowstore import RowStore, stored_as
 from penstock.operators.steps import show
 from penstock.operators.windows import mix_low
 from penstock.state.hashing import hash_columns, hashable
@@ -555,6 +555,7 @@ class LifetimeJoin(KeyedOperator):
             "how": self.how,
             "shapes": [[s.kind, s.on, s.until, s.ends, list(s.id), s.before_us, s.length_us] for s in self.given],
             "columns": [{c: str(t) for c, t in s.store.schema.items()} for s in self.sides],
+            **stored_as(v for s in self.sides for v in s.store.values.values()),
         }
 
     def describe(self) -> str:

@@ -97,7 +97,7 @@ class MapStep(Step):
         for i, event in enumerate(map(self._kind, *columns)):
             try:
                 self.function(event, emit)  # type: ignore[arg-type]
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 record = frame.select(visible(frame.columns)).row(i, named=True)
                 if context.on_error == "fail":
                     raise user_code_error(self.id, context.epoch, record, error) from error
@@ -122,7 +122,7 @@ class MapStep(Step):
                 continue
             try:
                 joined[key] = self.combine(joined[key], value)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise user_code_error(self.id, context.epoch, {"key": key, "value": value}, error) from error
         return list(joined), list(joined.values()), list(first.values())
 

@@ -85,7 +85,7 @@ class BatchStep(Step):
             if PUNCTUATION in frame.columns:
                 return self._between_punctuation(frame)
             return self.call(frame)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _batch_error(self, frame, context, error) from error
 
     def _between_punctuation(self, frame: pl.DataFrame) -> pl.DataFrame:
@@ -118,7 +118,7 @@ class RowStep(Step):
                     continue
                 several = [result] if isinstance(result, Mapping) else list(result)
                 made = [tuple(r[n] for n in names) for r in several]
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if context.on_error == "fail":
                     raise user_code_error(self.id, context.epoch, row, error) from error
                 context.dead.append((self.id, f"epoch {context.epoch}", f"{type(error).__name__}: {error}", show(row)))
@@ -138,7 +138,7 @@ class RowStep(Step):
         return "map_rows"
 
 
-def _batch_error(step: Step, frame: pl.DataFrame, context: StepContext, error: Exception) -> UserCodeError:
+def _batch_error(step: Step, frame: pl.DataFrame, context: StepContext, error: BaseException) -> UserCodeError:
     """Name the record: halve the batch until one row alone raises. If none does, show the first row."""
     low, high = 0, frame.height
     while high - low > 1:
@@ -160,6 +160,6 @@ def _raises(step: Step, frame: pl.DataFrame) -> bool:
         elif isinstance(step, ExprStep):
             method = {"where": frame.filter, "with_columns": frame.with_columns, "select": frame.select}[step.kind]
             method(*step.exprs, **step.named)
-    except Exception:
+    except (Exception, SystemExit):
         return True
     return False

@@ -32,10 +32,11 @@ from penstock.operators.base import (
     canonical,
     visible,
 )
-from penstock.operators.rowstore import PICKLE, RowStore
+from penstock.operators.rowstore import RowStore, stored_as
 from penstock.operators.windows import mix_low
 from penstock.state.hashing import hash_columns
 from penstock.state.table import KeyedTable, TableSpec, objects
+from penstock.state.values import VALUES
 
 RANK = "rank"
 _ALL = "__all"
@@ -87,7 +88,7 @@ class TopK(KeyedOperator):
         if self.whole_groups:
             return None
         if self.row_identity is None:
-            return TableSpec(self._key_schema(), {"best": objects(PICKLE)})
+            return TableSpec(self._key_schema(), {"best": objects(VALUES)})
         key = pl.Schema({c: self.schema[c] for c in self.row_identity})
         return TableSpec(key, self.others.values)
 
@@ -183,6 +184,7 @@ class TopK(KeyedOperator):
             "k": self.k,
             "columns": {c: str(t) for c, t in self.schema.items()},
             "rows": 2,  # floats, unsigned numbers and times as numbers; once they were pickled
+            **stored_as(table.values.values() if (table := self.table()) is not None else ()),
         }
 
     def describe(self) -> str:

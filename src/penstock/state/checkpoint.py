@@ -137,7 +137,12 @@ class Manifest:
         framed = _HEAD + xxhash.xxh3_64_hexdigest(text).encode() + _MIDDLE + text + _END
         if len(data) < start + len(_END) or framed != data:
             raise _corrupt(path, "it does not match its checksum")
-        body = json.loads(text)
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _corrupt(path, f"it is no JSON ({type(error).__name__})") from error
+        if not isinstance(body, dict):
+            raise _corrupt(path, "it is no manifest")
         found = body.pop("format", None)
         if found != _FORMAT:
             raise _corrupt(path, f"it has format {found}, and this Penstock reads format {_FORMAT}")
@@ -147,7 +152,7 @@ class Manifest:
                 for stage, entries in body.pop("files").items()
             }
             return cls(files=files, **body)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise _corrupt(path, f"it lacks something ({error})") from error
 
     @property

@@ -39,6 +39,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from penstock.errors import CorruptData
 from penstock.frames import frame_of, pick, rows_where, stacked, take
 from penstock.state.hashing import hashable
 from penstock.state.index import PARTS, Index, part_of
@@ -816,8 +817,15 @@ def _joined(parts: list[Any]) -> Any:
 
 def _decode_list(codec: ObjectCodec, items: Any) -> Array:
     out = np.empty(len(items), dtype=object)
-    for i, item in enumerate(items):
-        out[i] = None if item is None else codec.decode(item)
+    try:
+        for i, item in enumerate(items):
+            out[i] = None if item is None else codec.decode(item)
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise CorruptData(
+            f"a value in a stored state cannot be read: {error}.",
+            remedy="The checkpoint was changed, or written by another version: restore it from a copy, or start anew "
+            "with another checkpoint directory.",
+        ) from error
     return out
 
 

@@ -21,6 +21,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.engines.spark.security import is_private
+
 FORGET_S = 30 * 86_400.0
 """An archive that nobody has used for this long is removed when another is made: Java or Spark has been replaced."""
 WRITING_S = 120.0
@@ -59,6 +61,8 @@ def java_options(path: Path | None, leave: bool = True, now: float | None = None
     if path is None:
         return [], []
     now = time.time() if now is None else now
+    if path.parent.exists() and not is_private(path.parent):
+        return [], []  # Java runs what is in an archive, and somebody else could have put it there
     try:
         with path.open("rb") as file:
             whole = any(file.read(HEAD))

@@ -28,6 +28,7 @@ from penstock.config import Config
 from penstock.control.events import (
     Compact,
     Event,
+    Fatal,
     Flush,
     Flushed,
     NodesChanged,
@@ -38,12 +39,12 @@ from penstock.control.events import (
     WarmedUp,
     WarmUp,
 )
-from penstock.control.records import NodeInfo, TaskReport
+from penstock.control.records import NodeInfo, TaskError, TaskReport
 from penstock.control.routing import RoutingTable
 from penstock.engines.local import flush_specs, task_specs
 from penstock.engines.merging import MergeAside, Merging
 from penstock.engines.protocol import Post
-from penstock.engines.spark import private
+from penstock.engines.spark import private, security, slots
 from penstock.engines.spark.session import check_executors, is_local, open_session, ship_package, single_machine
 from penstock.engines.spark.worker import SLOT, JobSpec, KeepSettings, ReportsParam, SlotTask
 from penstock.engines.task import Worker
@@ -138,6 +139,14 @@ def _first_executors(master: str, cores_max: str | None) -> int:
     return workers if cores_max is None else max(1, min(workers, int(cores_max) // cores))
 
 
+def _jvm_lost(said: str) -> EngineError:
+    return EngineError(
+        f"{said}, and the job with it.",
+        remedy="Start the job again: it goes on from its checkpoint. If nobody killed the JVM, the machine may have "
+        "had no memory left, or the JVM too little (spark.driver.memory).",
+    )
+
+
 def pickle_plan(plan: Plan, worker: type[Worker] = Worker) -> bytes:
     """The plan, and the class of the workers that run it."""
     buffer = io.BytesIO()
@@ -211,6 +220,7 @@ class SparkEngine:
         self.session, self.owned, self.notices = open_session(self.config, self.config.name or self.plan.graph.name)
         sc = self.session.sparkContext
         self.jvm = private.Jvm(sc)
+        private.quieten(sc)
         master = sc.master
         if not is_local(master):
             self._await_executors(master)
@@ -230,6 +240,8 @@ class SparkEngine:
         if single_machine(master):
             # Workers on this machine can import what the driver can import.
             self.env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and os.path.exists(p))
+            # The JVM's own is stricter, and the output that workers write is the user's.
+            self.env[slots.UMASK] = f"{security.umask():o}"
         self.executors = self.jvm.executors()
         self.watcher = threading.Thread(target=self._watch, name="penstock-watch", daemon=True)
         self.watcher.start()
@@ -254,14 +266,22 @@ class SparkEngine:
         self.merge_aside.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
         limit = time.monotonic() + QUIET_S
-        with contextlib.suppress(Exception):  # if Spark is gone, so are its jobs
-            while self._cancel_old() and time.monotonic() < limit:
-                time.sleep(WATCH_S)  # a job may just be being submitted
+        gone = self.session is not None and private.jvm_lost()
+        with contextlib.suppress(Exception):  # Spark is gone, and its jobs with it
+            while not gone and self._cancel_old() and time.monotonic() < limit:
+                time.sleep(WATCH_S)  # the watcher is gone, and a job may just be on its way
         self.pool.shutdown(wait=True)
-        if self.session is not None and self.owned:
+        if gone:
+            private.forget_jvm()
+        elif self.session is not None and self.owned:
             self.session.stop()
         elif self.session is not None:
             self._end_slots()
+
+    def lost(self) -> EngineError | None:
+        """Why nothing works any more: Spark's JVM is gone. None: it is there."""
+        said = private.jvm_lost() if self.session is not None else ""
+        return _jvm_lost(said) if said else None
 
     def _end_slots(self) -> None:
         """End the processes of the containers, for the session is the user's and goes on."""
@@ -328,6 +348,11 @@ class SparkEngine:
     def _watch(self) -> None:
         """Look for executors that are lost or new, and for tasks that hang."""
         while not self.over.wait(WATCH_S):
+            if said := private.jvm_end():
+                error = _jvm_lost(said)
+                task_error = TaskError(kind="EngineError", message=error.message, remedy=error.remedy)
+                self.post(Fatal(now=time.monotonic(), error=task_error))
+                return
             try:
                 if self.executors or not is_local(self.session.sparkContext.master):
                     self._look()
@@ -386,14 +411,18 @@ class SparkEngine:
             silent = set(job.slots) - self._reported(stage, epoch, attempt)
             if any((stage, i, job.slots[i]) not in self.seen for i in silent) and now - job.began < START_S:
                 continue  # a process that is being started
-            job.began = now  # it is said again if the task hangs for as long once more
-            containers = tuple(sorted(silent))
+            job.began = now  # said once; again if it goes on
+            for index in sorted(silent):
+                self.notices.append(
+                    f"{self._container(stage, index, job.slots[index])} has been at epoch {epoch} for more than "
+                    f"{self.config.hang_s:g} s: a function that does not return? Its slices go to others (hang_s)."
+                )
             event = Stuck(
                 now=now,
                 stage=StageId(stage),
                 epoch=Epoch(epoch),
                 attempt=Attempt(attempt),
-                containers=containers,
+                containers=tuple(sorted(silent)),
                 seconds=self.config.hang_s,
             )
             self.post(event)
@@ -533,7 +562,8 @@ class SparkEngine:
             event = work(*args)
         except Exception as error:
             reason = private.short_reason(error)
-            self._look_again(reason)  # the controller must know which nodes are left before it decides
+            self._look_again(reason)  # who decides what to do next should know who is there
+            reason = self._process_ended(error, epoch, stage, attempt) or reason
             event = StageFailed(
                 now=time.monotonic(),
                 epoch=epoch,
@@ -546,6 +576,26 @@ class SparkEngine:
             self.jobs.pop((epoch, stage, attempt), None)
             self.under_way[attempt] -= 1
         self.post(event)
+
+    def _container(self, stage: str, index: int, node: str) -> str:
+        """A container as users know it: by its stage, and the operators that run in it."""
+        operators = ", ".join(f"'{name}'" for name in self.plan.by_id[StageId(stage)].operators)
+        return f"container {index} of stage '{stage}' (operators {operators}) on node {node}"
+
+    def _process_ended(self, error: Exception, epoch: int, stage: str, attempt: int) -> str:
+        """Whose Python process ended in the middle of a task, said at once; empty if none did, or for good reason."""
+        number = private.process_ended(error)
+        with self.lock:
+            job = self.jobs.get((epoch, stage, attempt))
+        if number is None or job is None or attempt < self.cancelled or number >= len(job.slots):
+            return ""
+        index, node = list(job.slots.items())[number]
+        said = (
+            f"the Python process of {self._container(stage, index, node)} ended in the middle of epoch {epoch}: "
+            "a function, or a library that it uses, ended it (os._exit), crashed, or had no memory left"
+        )
+        self.notices.append(f"{said}. The epoch is run again.")
+        return said
 
     def _look_again(self, reason: str) -> None:
         """A task may meet a dead executor before Spark has noticed its death."""

@@ -11,6 +11,7 @@ all that inside, but not in its public interface. What is used:
 * ``PartitionPruningRDD``: one RDD for each slot, so that each may have environment variables, and so a Python worker,
   of its own;
 * the daemon of Python workers, ``slots.py`` in its place: a container's process outlives its connections;
+* ``launch_gateway``: the driver's JVM with a file mode mask of its own, and without secrets on its command line;
 * the context cleaner: shuffle files go when their epoch is done, not when the JVM collects garbage;
 * the scheduler's backend: which executors there are, and which of them get no tasks any more.
 
@@ -20,9 +21,14 @@ of a job.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+import signal
+import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,9 +40,17 @@ PARTITIONER_ID = 7_365_737_402
 partition.
 """
 
+JVM_END_S = 2.0
+"""A JVM whose connections are broken has this long to end."""
+
 SETS_MAX = 1_024
 """Sets of partitions that are remembered. A job that changes its shape makes new ones."""
 
+_BARE_PATH = re.compile(r"(/\S+)")
+"""All that Java says of a file that is not there."""
+_GONE = re.compile(r"NoSuchFileException: (/\S*(?:blockmgr|spark-|executor-)\S*)")
+_LOST_PARTITION = re.compile(r"Lost task (\d+)\.\d+ in stage")
+_PROCESS_ENDED = ("Python worker exited unexpectedly", "Python worker process terminated")
 _LOST_TASK = re.compile(r"Lost task \S+ in stage \S+ \(TID \d+\) \(\S+ executor (\w+)\)")
 
 
@@ -44,7 +58,7 @@ def self_check() -> list[str]:
     """Problems with the installed PySpark, each a sentence; none if it fits."""
     try:
         import pyspark
-        from pyspark import accumulators, daemon, serializers, taskcontext
+        from pyspark import SparkContext, accumulators, daemon, java_gateway, serializers, taskcontext
         from pyspark.core import broadcast, rdd
     except ImportError as error:
         return [f"PySpark cannot be imported: {error}."]
@@ -58,6 +72,8 @@ def self_check() -> list[str]:
         (daemon, ("manager",)),
         (broadcast, ("_broadcastRegistry",)),
         (taskcontext, ("TaskContext", "BarrierTaskContext")),
+        (java_gateway, ("launch_gateway",)),
+        (SparkContext, ("_ensure_initialized", "_gateway")),
         (taskcontext.TaskContext, ("_setTaskContext",)),
     ):
         problems += [f"{module.__name__} has no {n} any more." for n in names if not hasattr(module, n)]
@@ -69,6 +85,75 @@ def running_context() -> SparkContext | None:
     from pyspark import SparkContext
 
     return SparkContext._active_spark_context
+
+
+def start_jvm(settings: Mapping[str, str], umask: int | None) -> None:
+    """Start the driver's JVM, if there is none in this process. These settings are on its command line."""
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
+
+    if SparkContext._gateway is not None:
+        return
+    conf = SparkConf()
+    for name, value in settings.items():
+        conf.set(name, value)
+    gateway = launch_gateway(conf, popen_kwargs={} if umask is None else {"umask": umask})
+    SparkContext._ensure_initialized(gateway=gateway)
+
+
+def _not_py4j(record: logging.LogRecord) -> bool:
+    return "/py4j/" not in record.pathname
+
+
+def quieten(sc: SparkContext) -> None:
+    """Py4J and the server of accumulators print tracebacks when the JVM goes. It is told in words of ours."""
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    logging.getLogger().addFilter(_not_py4j)  # it also logs to the root; a filter that is there is not added again
+    server: Any = sc._accumulatorServer
+    server.handle_error = lambda *_: None
+
+
+def jvm_end() -> str:
+    """How the driver's JVM ended; empty while it runs, or if it was not started by this process."""
+    from pyspark import SparkContext
+
+    process: subprocess.Popen[bytes] | None = getattr(SparkContext._gateway, "proc", None)
+    code = None if process is None else process.poll()
+    if process is None or code is None:
+        return ""
+    how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
+    return f"Spark's JVM (process {process.pid}) {how}"
+
+
+def jvm_lost() -> str:
+    """The same, asked after something failed: a connection breaks a moment before its process has ended."""
+    from pyspark import SparkContext
+
+    gateway: Any = SparkContext._gateway
+    if gateway is None:
+        return ""
+    try:
+        gateway.jvm.java.lang.System.nanoTime()
+        return ""
+    except Exception:
+        if getattr(gateway, "proc", None) is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                gateway.proc.wait(JVM_END_S)
+    return jvm_end() or "Spark's JVM does not answer any more"
+
+
+def forget_jvm() -> None:
+    """After the end of the JVM: another session of this process begins with another one."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    context = SparkContext._active_spark_context
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        if context is not None:
+            context.stop()
+    SparkContext._active_spark_context = SparkContext._gateway = SparkContext._jvm = None
+    SparkSession._instantiatedSession = None  # type: ignore[assignment]
 
 
 class Jvm:
@@ -262,6 +347,13 @@ def failed_on(error: BaseException) -> str:
     return found[1] if found else ""
 
 
+def process_ended(error: BaseException) -> int | None:
+    """The number of the task whose Python process ended under it, among the job's tasks; None: it is another error."""
+    text = str(error)
+    found = _LOST_PARTITION.search(text)
+    return int(found[1]) if found and any(words in text for words in _PROCESS_ENDED) else None
+
+
 def short_reason(error: BaseException) -> str:
     """One line of what Spark said, without its stack traces."""
     java = getattr(error, "java_exception", None)
@@ -273,6 +365,11 @@ def short_reason(error: BaseException) -> str:
             text = str(message)
         java = java.getCause()
         seen += 1
+    if gone := _GONE.search(str(error)) or _BARE_PATH.fullmatch(text.strip()):
+        return (
+            f"{gone[1]} is missing: a directory of Spark's on a local disk was removed or cleared "
+            "(SPARK_LOCAL_DIRS, or the one for temporary files)"
+        )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config
 from penstock.doctor import check_machine
-from penstock.engines.spark import archive, place, private, slots
+from penstock.engines.spark import archive, place, private, security, slots
 from penstock.errors import EngineError, MachineError
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ appender.console.type = Console
 appender.console.name = console
 appender.console.target = SYSTEM_ERR
 appender.console.layout.type = PatternLayout
-appender.console.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n%ex{short}
-# Failures of tasks and executors are events of ours: the controller decides, the status tells.
-logger.executor.name = org.apache.spark.executor
-logger.executor.level = off
-logger.tasks.name = org.apache.spark.scheduler
-logger.tasks.level = off
+appender.console.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n%ex{none}
+# Failures of tasks, executors and connections are events of ours: the controller decides, the status tells.
+logger.spark.name = org.apache.spark
+logger.spark.level = off
+logger.netty.name = io.netty
+logger.netty.level = off
 """
 
 
@@ -111,6 +111,8 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
         missing = [k for k in ("spark.python.unix.domain.socket.enabled",) if existing.getConf().get(k) != DEFAULTS[k]]
         notices = [f"using the Spark session that is already running on {existing.master}."]
         notices += [f"it would be faster with {k}={DEFAULTS[k]}." for k in missing]
+        if existing.getConf().get(security.AUTHENTICATE, "false") != "true":
+            notices.append("it does not authenticate (spark.authenticate): others who reach its ports can control it.")
         return SparkSession.builder.getOrCreate(), False, notices
     # Executors must run this very Python: another one would lack polars, or unpickle other bytecode.
     if single_machine(config.master):
@@ -130,18 +132,27 @@ def open_session(config: Config, name: str) -> tuple[SparkSession, bool, list[st
         java += LOCAL_JVM
         settings["spark.executor.extraJavaOptions"] = " ".join((*LOCAL_JVM, temporary, *mapped_by_executors))
     settings["spark.shuffle.compress"] = "false" if single_machine(config.master) else "true"
+    if single_machine(config.master):
+        settings.update(security.protection(config.master))
+    elif config.master.startswith("k8s://"):
+        settings[security.AUTHENTICATE] = "true"  # Spark makes a secret for each application there
     settings.update(config.spark)
     daemon = None if DAEMON in settings else _use_slots(settings, config.master)
     java.append(settings.get("spark.driver.extraJavaOptions", ""))  # of two flags that disagree, Java takes the last
     settings["spark.driver.extraJavaOptions"] = " ".join(java).strip()
-    builder: Any = SparkSession.builder.master(config.master).appName(name)
-    for key, value in settings.items():
-        builder = builder.config(key, value)
     # An archive fits only the paths that it was made with, and those of the linked home are gone with this process.
     leaves_archive = bool(mapped) and not mapped_by_executors
     own_home = single_machine(config.master) and not leaves_archive
     try:
         with place.in_place(settings.get("spark.local.dir"), own_home):
+            # Everybody can read the JVM's command line, so it has no secrets. The JVM is told them when it runs.
+            private.start_jvm(
+                {"spark.master": config.master, "spark.app.name": name, **security.without_secrets(settings)},
+                security.PRIVATE_UMASK if single_machine(config.master) else None,
+            )
+            builder: Any = SparkSession.builder.master(config.master).appName(name)
+            for key, value in settings.items():
+                builder = builder.config(key, value)
             session = builder.getOrCreate()
     except Exception as error:
         raise EngineError(

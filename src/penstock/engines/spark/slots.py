@@ -45,6 +45,8 @@ from typing import Any, BinaryIO, NoReturn
 from zipimport import zipimporter
 
 SLOT = "PENSTOCK_SLOT"
+UMASK = "PENSTOCK_UMASK"
+"""The umask of workers, octal. Without it, it is the one that the JVM has."""
 IDLE = "PENSTOCK_SLOT_IDLE_S"
 IDLE_S_MAX = 180.0
 """A child without connections and work ends after this time, for its flow has ended or left it: a running flow has an
@@ -488,8 +490,18 @@ def _is_py4j(name: str) -> bool:
     return name.startswith("py4j-") and name.endswith("-src.zip")
 
 
+def keep_sockets_private() -> None:
+    """A daemon's socket asks for no secret, so that only its owner may connect to it. Workers write what users want
+    written, with the umask that the driver has, if it says which.
+    """
+    before = os.umask(0o077)
+    wanted = int(os.environ.get(UMASK, f"{before:o}"), 8)
+    os.register_at_fork(after_in_child=lambda: os.umask(wanted))
+
+
 def manager() -> None:
     """What ``python -m`` runs."""
+    keep_sockets_private()
     prefer_installed()
     if not is_dedicated(os.environ.get(SLOT, "")):
         from pyspark.daemon import manager as stock

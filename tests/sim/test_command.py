@@ -24,7 +24,7 @@ def test_a_seed_is_run_and_told() -> None:
     code, said = invoke("--seed", "3", "--verbose")
     assert code == 0
     lines = said.splitlines()
-    assert "driver 1 starts" in said and "<- Started" in said
+    assert "driver 1 starts" in said and "event   Started (step 1)" in said and "<- step 1" in said
     assert lines[-2].startswith("seed 3: digest ")
     assert lines[-1].startswith("seeds: 1, ") and lines[-1].endswith("violations: none.")
 

@@ -56,10 +56,10 @@ def test_a_replay_may_begin_in_the_middle(drivers: list[Driver], monkeypatch: py
         for run in driver.journal.history().runs:
             whole = list(run.records)
             for step in sorted(run.states)[1:]:
-                run.records = whole[step:]
+                run.records = [record for record in whole if record.step > step]
                 found = replay(run)
                 assert found.difference is None, "\n".join([f"from step {step}", *found.difference.lines()])
-                assert found.skipped == 0 and found.steps == len(whole) - step
+                assert found.skipped == 0 and found.steps == len(run.records)
                 begun += 1
     assert begun > 20
 

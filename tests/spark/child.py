@@ -161,12 +161,12 @@ class Watch:
 
 def checkpoint_open(c: Controller) -> bool:
     """Has a checkpoint begun that is not complete yet?"""
-    return c.checkpoint is not None
+    return c.checkpoints.open is not None
 
 
 def at_rest(c: Controller) -> bool:
     """Is everything done that was asked for: nothing moves, grows, shrinks, is handed over or recovers?"""
-    return c.phase == "running" and not (c.migration or c.resizes or c.handed)
+    return c.phase == "running" and not (c.moves.by_slice or c.resizes.wanted)
 
 
 TICK_S = 0.4

@@ -316,7 +316,8 @@ class World:
                 self.checkers.exactly_once.on_published(event.epoch)
             case _:
                 detail = f" {event.epoch}" if hasattr(event, "epoch") else ""
-        self.tell("event", type(event).__name__ + detail)
+        number = self.driver.controller.steps + 1 if self.driver and self.driver.controller else 0
+        self.tell("event", f"{type(event).__name__}{detail} (step {number})")
 
     def on_command(self, command: Command) -> None:
         match command:
@@ -342,7 +343,7 @@ class World:
                 detail = f": {command.text}"
             case _:
                 detail = f" {command.epoch}" if hasattr(command, "epoch") else ""
-        self.tell("command", f"{type(command).__name__}{detail} <- {command.cause}")
+        self.tell("command", f"{type(command).__name__}{detail} <- step {command.cause}")
 
     def _calm(self) -> bool:
         """Is there nothing that a running job could fail of?"""

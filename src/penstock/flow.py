@@ -59,6 +59,8 @@ class Node:
     keyed: KeyedOperator | None = None
     sink: Sink | None = None
     partition: Partition | None = None
+    by: str | None = None
+    """Of a union: the column of event time by which rows of different sources are put in order, where order matters."""
 
     @property
     def kind(self) -> str:
@@ -295,8 +297,13 @@ class Stream:
         declared = _schema(id, schema)
         return self._step(id, RowStep(id, function, declared), declared)
 
-    def union(self, id: str, *others: Stream) -> Stream:
-        """The rows of several streams with the same columns."""
+    def union(self, id: str, *others: Stream, by: str | None = None) -> Stream:
+        """The rows of several streams with the same columns.
+
+        Rows of different sources have no order among them. Operators with event time put them in order by that, others
+        by the time in column ``by``: first those whose source has come less far, then by stream, in the order given.
+        Operators for which order does not matter need none.
+        """
         if not others:
             raise FlowError(f"operator '{id}': union needs at least one other stream.", operator=id)
         for other in others:
@@ -312,7 +319,15 @@ class Stream:
         inputs = (self.id, *(o.id for o in others))
         if len(set(inputs)) != len(inputs):
             raise FlowError(f"operator '{id}': a stream cannot be united with itself.", operator=id)
-        return self.flow._add(Node(id, inputs, self.schema))
+        if by is not None:
+            _check_columns(id, [by], self.schema)
+            if not isinstance(self.schema[by], pl.Datetime | pl.Date):
+                raise FlowError(
+                    f"operator '{id}': column '{by}' has type {self.schema[by]}, not a time.",
+                    remedy=f"Convert it, for example pl.from_epoch('{by}', time_unit='s').",
+                    operator=id,
+                )
+        return self.flow._add(Node(id, inputs, self.schema, by=by))
 
     def split(self, id: str, predicate: pl.Expr) -> tuple[Stream, Stream]:
         """The rows for which a predicate is true, and the others (false, or null): under ``id`` and ``id.rest``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import polars as pl
+import pytest
 
 import penstock as ps
 from penstock.plan import Plan, compile_flow
@@ -88,19 +89,17 @@ def test_a_diamond_within_a_stage_is_one_exchange() -> None:
     assert len(plan.stages[1].ins) == 1
 
 
-def test_a_diamond_with_a_batch_function_cannot_restore_source_order() -> None:
-    """Such a function loses the tags: what follows is ordered by content, and time goes epoch by epoch."""
-    for batches in (False, True):
-        flow = ps.Flow("f")
-        source = flow.source("in", rows(FRAME))
-        other = source.where("b", pl.col("x") <= 0)
-        if batches:
-            other = other.map_batches("m", lambda f: f)
-        both = source.where("a", pl.col("x") > 0).union("both", other)
-        both.key_by("k").aggregate("count", n=ps.count()).sink("out", ps.memory())
-        stage = planned(flow).stages[0]
-        assert stage.forks
-        assert stage.outs[0].ordered is not batches
+@pytest.mark.parametrize("over, by_row", [(ps.count(), False), (ps.sum("x"), True)])
+def test_a_batch_function_in_a_diamond_gets_single_rows_if_order_matters(over: ps.Aggregate, by_row: bool) -> None:
+    """Nobody could tell what order its rows are to be in among others."""
+    flow = ps.Flow("f")
+    source = flow.source("in", rows(FRAME)).map_batches("before", lambda f: f)
+    other = source.where("b", pl.col("x") <= 0).map_batches("m", lambda f: f)
+    both = source.where("a", pl.col("x") > 0).union("both", other)
+    both.key_by("k").aggregate("out", n=over).sink("sink", ps.memory())
+    stage = planned(flow).stages[0]
+    assert stage.forks
+    assert stage.by_row == (frozenset({"m"}) if by_row else frozenset())
 
 
 def test_a_diamond_of_keyed_stages() -> None:

@@ -106,7 +106,7 @@ class Time:
     before: int
     watermark: int
     arrivals: dict[str, list[int]] = field(default_factory=dict)
-    """origin -> watermark of that input before each split of the source that feeds it"""
+    """origin without time -> watermark of that input before each of its tasks"""
     ports: tuple[tuple[int, int], ...] = ()
     """With several inputs: watermark before and after, of each."""
 
@@ -426,7 +426,7 @@ class Controller(Shape):
                 seen = max(seen, report.time_max.get(here, NEVER))
             run.clocks[edge] = seen
             info = self.topology[up]
-            if info.is_source:
+            if not info.timed:
                 arrivals[at_port(up, port)] = prefix
             if info.timed:
                 mark = _behind(run.watermarks[up], info.hold_us + stage.lateness_us)

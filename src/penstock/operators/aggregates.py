@@ -42,10 +42,10 @@ from penstock.operators.base import (
     canonical,
     in_order,
     one_zero,
-    order_of,
     unique_keys,
     visible,
 )
+from penstock.operators.order import order_of
 from penstock.operators.picks import Moments, Pick, PickBy
 from penstock.operators.sketches import ApproxDistinct, Collect, Distinct, HeavyHitters, Quantiles, Top
 from penstock.state.hashing import hashable
@@ -481,6 +481,10 @@ class RunningAggregate(KeyedOperator):
         self.accumulators = Accumulators(id, aggregates, schema)
         self.key_schema = pl.Schema({k: schema[k] for k in key})
         self.output = pl.Schema({**self.key_schema, **self.accumulators.output})
+
+    @property
+    def ordered(self) -> bool:
+        return not self.accumulators.associative
 
     def table(self) -> TableSpec:
         return TableSpec(self.key_schema, self.accumulators.values)

@@ -9,6 +9,7 @@ a time are dead letters of the aggregate, and not among the late.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from penstock.operators.base import (
     row_watermarks,
 )
 from penstock.operators.event_time import Window, timed_rows
+from penstock.operators.order import tag_columns, with_tags
 from penstock.state.table import KeyedTable
 
 WATERMARK, _END = "__wm", "__end"
@@ -42,6 +44,7 @@ class LateRows(KeyedOperator):
     """``key_by(...).window(...).late(id)``. Keeps nothing. Its rows are counted as late by the aggregate, not here."""
 
     timed = True
+    hands_on = True
 
     def __init__(self, id: str, key: Sequence[str], window: Window, on: str, schema: pl.Schema) -> None:
         self.id = id
@@ -55,6 +58,9 @@ class LateRows(KeyedOperator):
     def table(self) -> None:
         return None
 
+    def time_at(self, port: int) -> str | None:
+        return self.on
+
     def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
         frame, ts, _ = timed_rows(self.id, frame, self.on)
         marks = row_watermarks(frame, ts, self.lateness_us) if from_source else np.full(ts.size, NEVER)
@@ -66,12 +72,17 @@ class LateRows(KeyedOperator):
         for a in arrivals:
             if not a.frame.height:
                 continue
-            over = a.frame[_END].to_numpy() <= np.maximum(a.frame[WATERMARK].to_numpy(), watermark_at(a, tick))
+            marks = np.maximum(a.frame[WATERMARK].to_numpy(), watermark_at(a, tick))
+            over = a.frame[_END].to_numpy() <= marks
             if over.any():
-                late.append(Arrival(a.frame.filter(over), a.origin, a.index, a.from_source, a.watermark, a.port))
+                frame = a.frame.with_columns(pl.Series(WATERMARK, marks)).filter(over)
+                late.append(replace(a, frame=frame))
         if not late:
             return Applied(pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}))
         frame = in_order(late)
+        if tick.tells:
+            tags = [frame[WATERMARK].to_numpy(), np.ones(frame.height, dtype=np.int64), *tag_columns(frame)]
+            return Applied(with_tags(frame.select(self.output.names()), tags))
         return Applied(canonical(frame.select(self.output.names()), frame[HASH].to_numpy()))
 
     def fingerprint(self) -> dict[str, Any]:

@@ -43,12 +43,12 @@ from penstock.operators.base import (
     Prepared,
     Tick,
     in_order,
-    order_of,
     row_watermarks,
     unique_keys,
 )
 from penstock.operators.event_time import Duration, Window, clamped, not_negative, one_of, positive, seconds, timed_rows
 from penstock.operators.late import WATERMARK, watermark_at
+from penstock.operators.order import order_of
 from penstock.operators.windows import EMIT, WINDOW_END, WINDOW_START, mix_low
 from penstock.state.hashing import hash_columns
 from penstock.state.table import KeyedTable, TableSpec, numeric
@@ -130,6 +130,17 @@ class SessionAggregate(KeyedOperator):
         self.identity = self.key if window.emit == "updates" else None
         self.due = None if window.emit == "updates" else WINDOW_END
         self.table_key = pl.Schema({**self.key_schema, _SLOT: pl.Int64()})
+
+    @property
+    def ordered(self) -> bool:
+        return not self.accumulators.associative
+
+    @property
+    def merges(self) -> bool:
+        return True  # what is one session depends on the watermarks at its rows, in order
+
+    def time_at(self, port: int) -> str | None:
+        return self.window.on
 
     def table(self) -> TableSpec:
         whole = numeric(np.int64, 0)

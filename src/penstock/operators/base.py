@@ -216,8 +216,8 @@ def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
 
 def row_watermarks(frame: pl.DataFrame, times_us: np.ndarray, lateness_us: int) -> np.ndarray:
     """The watermark at each row of a split of a source, as far as the split itself tells."""
-    seen = frame[PUNCTUATION].to_numpy() if PUNCTUATION in frame.columns else times_us
-    reached = np.maximum.accumulate(seen)
+    given = PUNCTUATION in frame.columns  # what has been promised up to each row
+    reached = frame[PUNCTUATION].to_numpy() if given else np.maximum.accumulate(times_us)
     return np.where(reached == NEVER, reached, reached - lateness_us)
 
 

@@ -505,8 +505,9 @@ class LifetimeJoin(KeyedOperator):
     def _output(
         self, lives: _Lives, keys: pl.DataFrame, left: np.ndarray, right: np.ndarray, rows: _Held
     ) -> pl.DataFrame:
-        # When a pair is known to meet, or a left row to meet nothing; then key, time and source, as positions are.
-        due = np.where(right >= 0, np.maximum(lives.start[left], lives.start[right]), lives.end[left])
+        # The watermark from which on a pair is known to meet, or a left row to meet nothing; then key, time and source,
+        # as positions are.
+        due = np.where(right >= 0, np.maximum(lives.start[left], lives.start[right]) + 1, lives.end[left])
         order = np.lexsort((right, left, due))
         left, right, due = left[order], right[order], due[order]
         ours, at = np.unique(left, return_inverse=True)

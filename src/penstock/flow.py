@@ -18,18 +18,20 @@ import polars as pl
 
 from penstock.connectors.base import Sink, Source
 from penstock.errors import FlowError, PenstockError
-from penstock.operators.aggregates import Aggregate, RunningAggregate
+from penstock.operators.aggregates import Aggregate, FinalAggregate, RunningAggregate
 from penstock.operators.base import KeyedOperator, Step
 from penstock.operators.batch import BatchOperator, build_operator
 from penstock.operators.custom import Operator
-from penstock.operators.event_time import CLOCK, Duration, Window
+from penstock.operators.event_time import CLOCK, Duration, Window, one_of
 from penstock.operators.joins import LifetimeJoin, Shape, Within, point, versions
 from penstock.operators.late import LateRows
 from penstock.operators.lookup import LookupStep, load_table
 from penstock.operators.mapreduce import Combiner, Mapper, MapStep, Reduce, check_functions, pair_schema
+from penstock.operators.rowwise import INSTEAD, looks_around
 from penstock.operators.steps import BatchStep, ExprStep, RowResult, RowStep
 from penstock.operators.topk import TopK
-from penstock.operators.windows import WINDOW_END, WINDOW_START
+from penstock.operators.windows import EMIT, WINDOW_END, WINDOW_START
+from penstock.state.hashing import hashable
 
 SchemaLike = Mapping[str, Any] | pl.Schema
 IntoExpr = pl.Expr | str
@@ -214,6 +216,24 @@ class Flow:
         return f"Flow({self.name!r}, {len(self._nodes)} steps)"
 
 
+def _no_updates(flow: Flow, operator: str, input: str) -> None:
+    """Refuse a stream of updates: how many there are depends on how the input was cut, and so would all results."""
+    nodes = {n.id: n for n in flow._nodes}
+    ways = [input]
+    while ways:
+        node = nodes[ways.pop()]
+        if node.keyed is None:
+            ways.extend(node.inputs)
+        elif node.keyed.identity is not None:
+            raise FlowError(
+                f"operator '{operator}': '{node.id}' is a stream of updates, whose rows replace one another. What it "
+                "makes of them would depend on how often they were given.",
+                remedy=f"Let the rows of '{node.id}' stay: results of windows do, those of aggregate(..., "
+                "emit='final') when the input ends, and those of your own key_by(...).process(...).",
+                operator=operator,
+            )
+
+
 def _check_columns(operator: str, columns: Iterable[str], schema: pl.Schema) -> None:
     for column in columns:
         if column not in schema:
@@ -224,6 +244,37 @@ def _check_columns(operator: str, columns: Iterable[str], schema: pl.Schema) -> 
                 remedy=f"{hint}The columns are {', '.join(schema.names())}.",
                 operator=operator,
             )
+
+
+def _names(where: str, columns: Sequence[Any], what: str) -> tuple[str, ...]:
+    """Names of columns, given one by one or as a list."""
+    flat: list[Any] = []
+    for column in columns:
+        flat.extend(column if isinstance(column, list | tuple) else [column])
+    for column in flat:
+        if isinstance(column, pl.Expr):
+            name = column.meta.output_name(raise_if_undetermined=False) or what
+            if column.meta.is_column() and name:
+                raise FlowError(f"{where}: it takes names of columns.", remedy=f"Write '{name}' for pl.col('{name}').")
+            raise FlowError(
+                f"{where}: it takes names of columns, not an expression.",
+                remedy=f"Compute it first: .with_columns('with-{name}', {name}=...), and give its name, '{name}'.",
+            )
+        if not isinstance(column, str):
+            raise FlowError(f"{where}: {column!r} is not the name of a column.", remedy="Write it as text.")
+    return tuple(flat)
+
+
+def _one_column(operator: str, by: Any) -> str:
+    names = _names(f"operator '{operator}': by", [by], "rank")
+    if len(names) != 1:
+        raise FlowError(
+            f"operator '{operator}': rows are ranked by one column, not by {len(names)}.",
+            remedy="Ties are broken by the other columns, in their order: .select(...) them as you want it. Or compute "
+            "one column to rank by.",
+            operator=operator,
+        )
+    return names[0]
 
 
 def _schema(operator: str, given: SchemaLike) -> pl.Schema:
@@ -367,6 +418,13 @@ class Stream:
         return self.flow._add(node, identity=self.identity, windowed=self.windowed)
 
     def _expr(self, id: str, kind: str, exprs: Sequence[Any], named: Mapping[str, Any]) -> Stream:
+        for expr in (*exprs, *named.values()):
+            if (around := looks_around(expr)) is not None:
+                raise FlowError(
+                    f"operator '{id}': {around} in {kind} looks at other rows than its own.",
+                    remedy=INSTEAD,
+                    operator=id,
+                )
         lazy = pl.LazyFrame(schema=self.schema)
         method = {"select": lazy.select, "with_columns": lazy.with_columns, "where": lazy.filter}[kind]
         try:
@@ -401,20 +459,24 @@ class Stream:
 
     # -- keyed -------------------------------------------------------------------------------------------------------
 
-    def key_by(self, *columns: str) -> KeyedStream:
+    def key_by(self, *columns: str | Sequence[str]) -> KeyedStream:
         """Partition by the values of columns; what follows keeps state for each key.
 
         Null is a key like any other; all NaN are one key, and -0.0 is 0.0.
         """
+        columns = _names(f"key_by after '{self.id}'", columns, "key")
         if not columns:
             raise FlowError(f"after '{self.id}': key_by needs at least one column.")
         _check_columns(f"key_by after '{self.id}'", columns, self.schema)
         for column in columns:
             dtype = self.schema[column]
-            if dtype.is_nested() or dtype == pl.Object:
+            if not hashable(dtype):
+                as_text = f".with_columns('as-text', {column}=pl.col('{column}').cast(pl.String))"
                 raise FlowError(
                     f"after '{self.id}': column '{column}' of type {dtype} cannot be a key.",
-                    remedy="Key by numbers, text, times, booleans or bytes.",
+                    remedy=f"Write {as_text} before it."
+                    if dtype.is_decimal() or dtype.is_integer()
+                    else "Key by integers, floats, text, times, booleans or bytes.",
                 )
         return KeyedStream(self, tuple(columns))
 
@@ -432,6 +494,7 @@ class Stream:
 
     def top_k(self, id: str, k: int, *, by: str, per: str | Sequence[str] = (), descending: bool = True) -> Stream:
         """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per``, or all."""
+        by = _one_column(id, by)
         group = (per,) if isinstance(per, str) else tuple(per)
         _check_columns(id, (by, *group), self.schema)
         if self.windowed:
@@ -462,6 +525,8 @@ class Stream:
         return self._keyed(operator, windowed=self.windowed)
 
     def _keyed(self, operator: KeyedOperator, *, windowed: bool = False) -> Stream:
+        if not isinstance(operator, TopK):
+            _no_updates(self.flow, operator.id, self.id)
         node = Node(operator.id, (self.id,), operator.output, keyed=operator, partition=self.partition)
         return self.flow._add(node, identity=operator.identity, windowed=windowed)
 
@@ -471,6 +536,15 @@ class Stream:
             f"operator '{id}': an aggregate keeps state, and state needs a key.",
             remedy=f"Write .key_by(column).aggregate('{id}', ...).",
             operator=id,
+        )
+
+    def window(self, spec: Window) -> Stream:
+        """Always refused: say by which key first."""
+        raise FlowError(
+            f"window after '{self.id}': windows are kept for each key.",
+            remedy="Write .key_by(column).window(...). For one window over all rows, make a constant column first: "
+            ".with_columns('all', every=pl.lit(0)).key_by('every').",
+            operator=self.id,
         )
 
     def process(self, id: str, operator: Operator, **_: Any) -> Stream:
@@ -526,10 +600,15 @@ class KeyedStream:
     stream: Stream
     key: tuple[str, ...]
 
-    def aggregate(self, id: str, **aggregates: Aggregate) -> Stream:
-        """Running aggregates: each epoch gives the new values of the keys that changed."""
+    def aggregate(self, id: str, *, emit: str = "updates", **aggregates: Aggregate) -> Stream:
+        """Running aggregates: each epoch gives the new values of the keys that changed, a stream of updates.
+
+        ``emit="final"`` gives each key once, when the input has ended: rows that stay, for aggregates of aggregates and
+        for joins.
+        """
         self._check(id, aggregates, self.key)
-        operator = RunningAggregate(id, self.key, aggregates, self.stream.schema)
+        kind = RunningAggregate if one_of(emit, EMIT, f"operator '{id}': emit") == "updates" else FinalAggregate
+        operator = kind(id, self.key, aggregates, self.stream.schema)
         return self.stream._keyed(operator)
 
     def window(self, spec: Window) -> WindowedStream:
@@ -644,12 +723,7 @@ class KeyedStream:
         if other.flow is not left.flow:
             raise FlowError(f"operator '{id}': '{other.id}' belongs to another flow.", operator=id)
         for stream, shape in ((left, shapes[0]), (other, shapes[1])):
-            if stream.identity is not None:
-                raise FlowError(
-                    f"operator '{id}': '{stream.id}' is a stream of updates, whose rows replace one another.",
-                    remedy="Join events or the results of windows: their rows stay.",
-                    operator=id,
-                )
+            _no_updates(stream.flow, id, stream.id)
             _check_columns(id, shape.columns(), stream.schema)
         sides = ((self.key, left.schema), (right.key, other.schema))
         operator = LifetimeJoin(id, *sides, shapes, how=how, lateness=lateness, suffix=suffix)
@@ -657,6 +731,7 @@ class KeyedStream:
 
     def top_k(self, id: str, k: int, *, by: str, descending: bool = True) -> Stream:
         """The k greatest events of each key so far."""
+        by = _one_column(id, by)
         _check_columns(id, [by], self.stream.schema)
         operator = TopK(
             id, k, by, self.key, self.stream.schema, identity=None, whole_groups=False, descending=descending

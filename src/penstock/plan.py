@@ -267,8 +267,8 @@ def _order_column(graph: Graph, root: Node, incomparable: bool) -> str | None:
     assert keyed is not None
     if keyed.clocked or not keyed.merges:
         return None
-    if keyed.timed:
-        return keyed.time_at(0)
+    if keyed.timed and (on := keyed.time_at(0)) is not None:
+        return on
     if not incomparable:
         return None  # rows of one source: by their position in it
     if _given_order(graph, root):
@@ -318,7 +318,7 @@ def _ordered(
     target = roots[edge.downstream].keyed
     assert target is not None
     origins = [roots[e.upstream].keyed for e in ins[edge.downstream]]
-    timed = target.timed and not target.clocked
+    timed = target.timed and not target.clocked and target.time_at(edge.port) is not None
     here = roots[edge.upstream].keyed
     behind_keyed = any(o is not None for o in origins)
     untimed = any(o is not None and not o.timed for o in origins)

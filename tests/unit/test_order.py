@@ -52,3 +52,35 @@ def test_windows_behind_a_custom_operator_do_not_depend_on_the_cut() -> None:
         ).sink("out", ps.memory())
         run = testing.assert_any_cut(flow, epoch_rows=(7, 100, 1500), instances=(1, 3))
         assert more or run.late["sums"] > 0
+
+
+def test_values_of_one_row_stay_together() -> None:
+    at = [START, START, START - timedelta(seconds=1)]
+    rows = pl.DataFrame({"k": ["a"] * 3, "at": at, "low": [1, 2, 9], "high": [8, None, 9], "x": [0.0, -0.0, 1.0]})
+    for instances in (1, 3):
+        flow = ps.Flow("rows")
+        keyed = flow.source("in", testing.rows(rows)).key_by("k")
+        row = ps.last_row("low", "high", "x", by="at")
+        keyed.aggregate("one", row=row, old=ps.first_row("low", by="at")).sink("out", ps.memory())
+        keyed.aggregate("in-order", row=row, all=ps.collect("low")).sink("more", ps.memory())
+        found = testing.run(flow, epoch_rows=2, instances=instances).sinks
+        expected = {"low": 2, "high": None, "x": 0.0}
+        assert found["out"].rows(named=True)[-1] == {"k": "a", "row": expected, "old": {"low": 9}}
+        assert found["more"].rows(named=True)[-1] == {"k": "a", "row": expected, "all": [1, 2, 9]}
+
+
+def test_an_aggregate_of_final_aggregates() -> None:
+    """NEXMark's query 4 in the plain way: the mean of the greatest bids."""
+    flow = ps.Flow("query-4")
+    bids = flow.source("in", testing.rows(disordered(200))).key_by("user", "group")
+    highest = bids.aggregate("highest", emit="final", x=ps.max("x"))
+    highest.key_by("group").aggregate("mean", emit="final", x=ps.mean("x"), users=ps.count()).sink("out", ps.memory())
+    highest.key_by("group").process("order", Seen(), schema={"group": int, "users": str}).sink("seen", ps.memory())
+    run = testing.assert_any_cut(flow, epoch_rows=(1, 7, 200), instances=(1, 3), latest_by={"seen": ["group"]})
+    assert run.sinks["out"]["users"].sum() == disordered(200).n_unique(["user", "group"])
+
+
+class Seen(ps.Operator):
+    def on_event(self, key: int, event: Any, users: ps.Value[str], emit: ps.Emit) -> None:
+        users.set(users.get("") + event.user + " ")
+        emit(key, users.get())

@@ -24,7 +24,6 @@ from penstock.operators.batch import BatchOperator, build_operator
 from penstock.operators.custom import Operator
 from penstock.operators.event_time import CLOCK, Duration, Window, one_of
 from penstock.operators.joins import LifetimeJoin, Shape, Within, point, versions
-from penstock.operators.late import LateRows
 from penstock.operators.lookup import LookupStep, load_table
 from penstock.operators.mapreduce import Combiner, Mapper, MapStep, Reduce, check_functions, pair_schema
 from penstock.operators.rowwise import INSTEAD, looks_around
@@ -782,4 +781,4 @@ class WindowedStream:
                 operator=id,
             )
         stream = self.keyed.stream
-        return stream._keyed(LateRows(id, self.keyed.key, self.spec, self.spec.on, stream.schema))
+        return stream._keyed(self.spec.late(id, self.keyed.key, stream.schema))

@@ -117,7 +117,6 @@ class Draw:
         self.keyed, self.updates = [], {}
         flow = ps.Flow("law")
         streams = [flow.source(name, source) for name, source in sources.items()]
-        number = 0
 
         def sink(stream: ps.Stream, by: list[str] | None = None) -> None:
             name = f"out{len(sinks)}"
@@ -126,8 +125,7 @@ class Draw:
             if by:
                 self.updates[name] = by
 
-        for _ in range(r.randint(2, 5)):
-            number += 1
+        for number in range(1, 1 + r.randint(2, 5)):
             stream = streams[r.randrange(len(streams))]
             others = [s for s in streams if s is not stream]
             if others and r.random() < 0.5:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.control.controller import FOREVER, NEVER, RECOVERIES_MAX, Controller
+from penstock.control.controller import RECOVERIES_MAX, Controller
 from penstock.control.epochs import Settings
 from penstock.control.events import (
     CancelAll,
@@ -46,6 +46,7 @@ from penstock.control.events import (
 from penstock.control.pacing import Pacer
 from penstock.control.routing import RoutingTable
 from penstock.control.topology import StageInfo, Topology
+from penstock.control.watermarks import FOREVER, NEVER
 from penstock.errors import ConfigError
 from penstock.ids import Attempt, Epoch, StageId
 from penstock.state.checkpoint import DeltaFile, Manifest

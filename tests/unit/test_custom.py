@@ -18,9 +18,9 @@ import penstock as ps
 from penstock import testing
 from penstock.errors import FlowError, UserCodeError
 from penstock.operators.base import FOREVER, HASH, ORDER, Applied, Arrival, Tick
-from penstock.operators.order import tag
 from penstock.operators.batch import Batch, Batched
 from penstock.operators.custom import Custom, Outlet, event_type, group_by_key
+from penstock.operators.order import tag
 from penstock.operators.statelayout import number_fields
 from penstock.state.hashing import hash_columns
 from penstock.state.table import KeyedTable

@@ -92,6 +92,31 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         "it takes names of columns",
         "Write 'word'",
     ),
+    "a sum of decimals": (
+        lambda: (
+            source()
+            .with_columns("d", d=pl.lit("1.5").cast(pl.Decimal(10, 2)))
+            .key_by("word")
+            .aggregate("s", s=ps.sum("d"))
+        ),
+        "sum(d) needs numbers",
+        "(pl.col('price') * 100).cast(pl.Int64)",
+    ),
+    "the least decimal": (
+        lambda: (
+            source()
+            .with_columns("d", d=pl.lit("1.5").cast(pl.Decimal(10, 2)))
+            .key_by("word")
+            .aggregate("s", s=ps.min("d"))
+        ),
+        "min(d) cannot compare",
+        "(pl.col('price') * 100).cast(pl.Int64)",
+    ),
+    "a key of decimals": (
+        lambda: source().with_columns("d", d=pl.lit("1.5").cast(pl.Decimal(10, 2))).key_by("d"),
+        "column 'd' of type Decimal(precision=10, scale=2) cannot be a key",
+        "cast(pl.String)",
+    ),
     "rank by two columns": (
         lambda: source().key_by("word").top_k("top", 3, by=["amount", "word"]),
         "rows are ranked by one column, not by 2",

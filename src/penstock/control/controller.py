@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.control.epochs import Checkpoint, EpochRun, Settings
@@ -71,13 +70,12 @@ from penstock.control.events import (
 from penstock.control.pacing import Pacer
 from penstock.control.routing import RoutingTable
 from penstock.control.shape import Shape
-from penstock.control.topology import StageInfo, Topology, at_port
+from penstock.control.topology import StageInfo, Topology
+from penstock.control.watermarks import NEVER, Time, time_of
 from penstock.ids import NO_EPOCH, Attempt, Epoch, StageId
 from penstock.state.backup import Commit
 from penstock.state.checkpoint import CompactionTask, DeltaFile, Manifest, plan_compaction
 
-NEVER = -(2**63) + 1
-FOREVER = 2**63 - 1
 CLOCK = "clock"
 """Among the clocks of edges: the clock of the last epoch (ms), which never goes back."""
 RECOVERIES_MAX = 5
@@ -97,18 +95,6 @@ MOVING_EPOCH_S = 0.1
 """Without input, empty epochs run so often while slices are on the move."""
 INPUT_PAUSE_S = 1.0
 """Input that stays away so long does not come just now."""
-
-
-@dataclass(frozen=True)
-class Time:
-    """What a stage is told of time for one epoch."""
-
-    before: int
-    watermark: int
-    arrivals: dict[str, list[int]] = field(default_factory=dict)
-    """origin without time -> watermark of that input before each of its tasks"""
-    ports: tuple[tuple[int, int], ...] = ()
-    """With several inputs: watermark before and after, of each."""
 
 
 class Controller(Shape):
@@ -407,39 +393,19 @@ class Controller(Shape):
         return previous.clocks, {**self.watermarks, **previous.watermarks}
 
     def _time(self, run: EpochRun, stage: StageInfo) -> Time:
-        if not stage.timed:
-            return Time(NEVER, NEVER)
         clocks_before, marks_before = self._before(run.epoch)
-        before = marks_before.get(stage.id, NEVER)
-        final = run.record["final"]
-        if stage.clocked:
-            return Time(before, max(before, FOREVER if final else run.record["clock_ms"] * 1000))
-        by_port: dict[int, int] = {}
-        arrivals: dict[str, list[int]] = {}
-        for up, port in stage.inputs:
-            here = at_port(stage.id, port)
-            edge = f"{up}>{here}"
-            seen = clocks_before.get(edge, NEVER)
-            prefix: list[int] = []
-            for report in run.done[up]:
-                prefix.append(_behind(seen, stage.lateness_us))
-                seen = max(seen, report.time_max.get(here, NEVER))
-            run.clocks[edge] = seen
-            info = self.topology[up]
-            if not info.timed:
-                arrivals[at_port(up, port)] = prefix
-            if info.timed:
-                mark = _behind(run.watermarks[up], info.hold_us + stage.lateness_us)
-            else:
-                mark = FOREVER if final else _behind(seen, stage.lateness_us)
-            by_port[port] = min(mark, by_port.get(port, FOREVER))
-        ports: list[tuple[int, int]] = []
-        for port, mark in sorted(by_port.items()) if len(by_port) > 1 else ():
-            name = f"@{at_port(stage.id, port)}"
-            earlier = clocks_before.get(name, NEVER)
-            run.clocks[name] = max(earlier, mark)
-            ports.append((earlier, run.clocks[name]))
-        return Time(before, max(before, min(by_port.values())), arrivals, tuple(ports))
+        time = time_of(
+            stage,
+            {up: self.topology[up] for up in stage.ins},
+            clocks_before,
+            marks_before.get(stage.id, NEVER),
+            run.watermarks,
+            {up: run.done[up] for up in stage.ins} if stage.timed else {},
+            final=run.record["final"],
+            clock_ms=run.record["clock_ms"],
+        )
+        run.clocks.update(time.clocks)
+        return time
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -815,7 +781,3 @@ class Controller(Shape):
         for node, cores in self.cores.items():
             assert node in self.nodes, f"cores of node {node}, which is gone"
             assert 1 <= cores <= self.nodes[node].cores, f"{cores} cores of node {node}, which has fewer"
-
-
-def _behind(time: int, by: int) -> int:
-    return time if time in (NEVER, FOREVER) else time - by

@@ -30,7 +30,7 @@ import polars as pl
 
 from penstock.errors import FlowError
 from penstock.frames import pick, stacked, take
-from penstock.operators.accumulators import Accumulator, Column, Columns, Kept, kept
+from penstock.operators.accumulators import DECIMALS, Accumulator, Column, Columns, Kept, kept
 from penstock.operators.aggregators import Aggregator, Defined
 from penstock.operators.base import (
     DUE,
@@ -363,7 +363,7 @@ def _total(operator: str, name: str, aggregate: Aggregate, x: pl.Expr, dtype: pl
 def _not_numbers(operator: str, aggregate: Aggregate, dtype: pl.DataType) -> FlowError:
     return FlowError(
         f"operator '{operator}': {aggregate} needs numbers, but its column has type {dtype}.",
-        remedy="Cast the column to a number first, or use count, min or max.",
+        remedy=DECIMALS if dtype.is_decimal() else "Cast the column to a number first, or use count, min or max.",
         operator=operator,
     )
 
@@ -383,7 +383,7 @@ def _extreme(operator: str, name: str, aggregate: Aggregate, x: pl.Expr, dtype: 
     if dtype.is_nested() or dtype.is_decimal():
         raise FlowError(
             f"operator '{operator}': {aggregate} cannot compare values of type {dtype}.",
-            remedy="Use a column of numbers, times, text or booleans.",
+            remedy=DECIMALS if dtype.is_decimal() else "Use a column of numbers, times, text or booleans.",
             operator=operator,
         )
     keep = kept(operator, aggregate, dtype)

@@ -158,6 +158,13 @@ class Window(ABC):
         self, id: str, key: Sequence[str], aggregates: Mapping[str, Aggregate], schema: pl.Schema
     ) -> KeyedOperator: ...
 
+    def late(self, id: str, key: Sequence[str], schema: pl.Schema) -> KeyedOperator:
+        """The rows that come too late for these windows."""
+        from penstock.operators.late import LateRows
+
+        assert isinstance(self.on, str)
+        return LateRows(id, key, self, self.on, schema)
+
     def over_at(self, times_us: np.ndarray) -> np.ndarray:
         """From which watermark on a row of each time comes too late."""
         raise NotImplementedError

@@ -40,6 +40,14 @@ def watermark_at(arrival: Arrival, tick: Tick) -> int:
     return max(arrival.watermark, tick.watermark_before)
 
 
+def given_late(frame: pl.DataFrame, schema: pl.Schema, marks: np.ndarray, tick: Tick) -> Applied:
+    """Late rows, which come in order, as they go on."""
+    out = frame.select(schema.names())
+    if not tick.tells:
+        return Applied(canonical(out, frame[HASH].to_numpy()))
+    return Applied(with_tags(out, [marks, np.ones(frame.height, dtype=np.int64), *tag_columns(frame)]))
+
+
 class LateRows(KeyedOperator):
     """``key_by(...).window(...).late(id)``. Keeps nothing. Its rows are counted as late by the aggregate, not here."""
 
@@ -80,10 +88,7 @@ class LateRows(KeyedOperator):
         if not late:
             return Applied(pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}))
         frame = in_order(late)
-        if tick.tells:
-            tags = [frame[WATERMARK].to_numpy(), np.ones(frame.height, dtype=np.int64), *tag_columns(frame)]
-            return Applied(with_tags(frame.select(self.output.names()), tags))
-        return Applied(canonical(frame.select(self.output.names()), frame[HASH].to_numpy()))
+        return given_late(frame, self.output, frame[WATERMARK].to_numpy(), tick)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"operator": "late"}
@@ -92,4 +97,4 @@ class LateRows(KeyedOperator):
         return f"late for {self.window.describe()}"
 
 
-__all__ = ["WATERMARK", "LateRows", "watermark_at"]
+__all__ = ["WATERMARK", "LateRows", "given_late", "watermark_at"]

@@ -26,76 +26,16 @@ NODES = {
     "Explode": "explode",
 }
 """Kinds of nodes that look at more than a row, or give more or fewer."""
-FUNCTIONS = frozenset(
-    [
-        "Append",
-        "ApproxNUnique",
-        "ArgMax",
-        "ArgMin",
-        "ArgSort",
-        "ArgUnique",
-        "ArgWhere",
-        "Bitwise",
-        "Correlation",
-        "Count",
-        "CumCount",
-        "CumMax",
-        "CumMean",
-        "CumMin",
-        "CumProd",
-        "CumSum",
-        "Diff",
-        "DropNans",
-        "DropNulls",
-        "Entropy",
-        "EwmMean",
-        "EwmMeanBy",
-        "EwmStd",
-        "EwmVar",
-        "ExtendConstant",
-        "FillNullWithStrategy",
-        "GatherEvery",
-        "Hist",
-        "IndexOf",
-        "Interpolate",
-        "InterpolateBy",
-        "IsDuplicated",
-        "IsFirstDistinct",
-        "IsLastDistinct",
-        "IsUnique",
-        "Kurtosis",
-        "MaxBy",
-        "MinBy",
-        "Mode",
-        "NullCount",
-        "HasNulls",
-        "PctChange",
-        "PeakMax",
-        "PeakMin",
-        "Product",
-        "QCut",
-        "Quantile",
-        "RLE",
-        "RLEID",
-        "Random",
-        "Rank",
-        "Reshape",
-        "Reverse",
-        "RollingExpr",
-        "RollingExprBy",
-        "SearchSorted",
-        "Shift",
-        "ShiftAndFill",
-        "Skew",
-        "TopK",
-        "TopKBy",
-        "Unique",
-        "UniqueCounts",
-        "ValueCounts",
-        "Any",
-        "All",
-    ]
-)
+_NAMES = """
+    Append ApproxNUnique ArgMax ArgMin ArgSort ArgUnique ArgWhere Bitwise Correlation Count CumCount CumMax CumMean
+    CumMin CumProd CumSum Diff DropNans DropNulls Entropy EwmMean EwmMeanBy EwmStd EwmVar ExtendConstant
+    FillNullWithStrategy GatherEvery Hist IndexOf Interpolate InterpolateBy IsDuplicated IsFirstDistinct
+    IsLastDistinct IsUnique Kurtosis MaxBy MinBy Mode NullCount HasNulls PctChange PeakMax PeakMin Product QCut
+    Quantile RLE RLEID Random Rank Reshape Reverse RollingExpr RollingExprBy SearchSorted Shift ShiftAndFill Skew
+    TopK TopKBy Unique UniqueCounts ValueCounts Any All
+"""
+FUNCTIONS = frozenset(_NAMES.split())
+"""Functions that look at more than a row."""
 INSTEAD = (
     "An expression sees some rows at a time, and which is chance. Use key_by(...).aggregate(...), a window, or "
     "key_by(...).process(...) for what depends on other rows; ps.last_rows(n) for the rows before; map_batches with a "

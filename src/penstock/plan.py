@@ -34,7 +34,7 @@ class Edge:
     tagged: bool = False
     """Rows carry their order (``operators/order.py``)."""
     numbered: bool = False
-    """Rows of one cause are numbered, too: somebody behind the operator downstream needs their order."""
+    """Rows of one cause are numbered, too: somebody must tell them apart behind the exchange."""
     whole: bool = False
     """Rows travel as they are and are prepared behind the exchange, all of them in order."""
     marked: bool = False
@@ -126,10 +126,12 @@ class Plan:
         return "\n".join(lines)
 
 
-def compile_flow(graph: Graph) -> Plan:
-    """Cut the graph into stages, in topological order."""
+def compile_flow(graph: Graph, *, order: bool = True) -> Plan:
+    """Cut the graph into stages, in topological order. Without ``order`` rows behind keyed stages come in any: to
+    measure what it costs, and for nothing else.
+    """
     graph, depths = merged_inputs(graph)
-    return Plan(graph, *_with_order(_parts(graph), depths))
+    return Plan(graph, *_with_order(_parts(graph), depths, order=order))
 
 
 _Part = tuple[Node, list[Node], list[Node], list["Edge"]]
@@ -164,7 +166,9 @@ def _parts(graph: Graph) -> list[_Part]:
     return parts
 
 
-def _with_order(parts: Sequence[_Part], depths: Mapping[str, int]) -> tuple[tuple[Stage, ...], dict[StageId, Stage]]:
+def _with_order(
+    parts: Sequence[_Part], depths: Mapping[str, int], *, order: bool
+) -> tuple[tuple[Stage, ...], dict[StageId, Stage]]:
     """Stages and edges, with what each must do so that order behind keyed stages is a function of the data alone.
 
     From the end to the beginning, since order is made and carried only where somebody behind needs it.
@@ -178,7 +182,7 @@ def _with_order(parts: Sequence[_Part], depths: Mapping[str, int]) -> tuple[tupl
     edges: dict[tuple[str, str, int], Edge] = {}
     for root, _, _, outs in reversed(parts):
         for edge in outs:
-            edges[edge.upstream, edge.downstream, edge.port] = _ordered(edge, roots, ins, tells)
+            edges[edge.upstream, edge.downstream, edge.port] = _ordered(edge, roots, ins, tells) if order else edge
         tells[root.id] = any(edges[e.upstream, e.downstream, e.port].tagged for e in outs)
     stages = []
     for index, (root, steps, sinks, outs) in enumerate(parts):
@@ -326,7 +330,7 @@ def _ordered(
     hands_on = target.hands_on and tells[edge.downstream]
     marked = whole and timed and (here is None or not here.timed)
     tagged = whole or hands_on or (timed and here is not None)
-    return replace(edge, tagged=tagged, numbered=hands_on, whole=whole, marked=marked)
+    return replace(edge, tagged=tagged, numbered=hands_on or marked, whole=whole, marked=marked)
 
 
 def columns_text(schema: pl.Schema) -> str:

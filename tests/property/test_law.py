@@ -8,7 +8,6 @@ any order, with the same rows late. Streams of updates are compared by the last 
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 from collections import Counter
@@ -26,11 +25,11 @@ from penstock import testing
 from penstock.connectors.sinks import MemorySink
 from penstock.engines.job import start
 from penstock.errors import PenstockError
-from tests.property.cuts import Cut, some_cut
+from tests.property.cuts import THOROUGH, Cut, some_cut
 
 START = datetime(2026, 1, 1)
 SCHEMA = {"ts": pl.Datetime("us"), "k": pl.String, "g": pl.Int64, "x": pl.Float64}
-EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "60"))
+EXAMPLES = 10_000 if THOROUGH else 15
 
 
 def some_rows(r: random.Random, count: int) -> pl.DataFrame:

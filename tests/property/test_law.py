@@ -153,10 +153,7 @@ class Draw:
             high = stream.where(f"h{number}", pl.col("x") >= 0.2).with_columns(f"c{number}", g=pl.lit(1, pl.Int64))
             return low.union(f"d{number}", high)
         if kind == 3:
-            return stream.map_batches(
-                f"b{number}",
-                lambda f: pl.concat([f, f]).sort("ts", maintain_order=True)[: f.height] if f.height == 1 else f,
-            )
+            return stream.map_batches(f"b{number}", lambda f: f.filter(pl.col("x") != 0.1))
         return stream
 
     def _stage(

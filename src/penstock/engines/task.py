@@ -939,9 +939,11 @@ def _nothing(node: Node, frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def in_due_order(frame: pl.DataFrame, column: str | None) -> pl.DataFrame:
-    """What an operator gave, by its tags; where it gave none, by when rows were due and the hash of their key."""
+    """What an operator gave: by when rows were due and the hash of their key. Rows with tags of their own are put in
+    order where they arrive.
+    """
     if order_of(frame):
-        return in_tag_order(frame)
+        return frame
     rows = frame.height
     if DUE in frame.columns:
         due = frame[DUE].to_numpy()

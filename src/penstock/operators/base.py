@@ -211,7 +211,7 @@ def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
     by task, then position. The tags stay.
     """
     whole = stacked_by_tags([a.frame for a in arrivals])
-    return in_tag_order(whole) if len(arrivals) > 1 and order_of(whole) else whole
+    return in_tag_order(whole)
 
 
 def row_watermarks(frame: pl.DataFrame, times_us: np.ndarray, lateness_us: int) -> np.ndarray:

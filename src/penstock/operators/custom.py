@@ -526,6 +526,7 @@ def _span(id: str, value: Duration, what: str) -> int:
 _PLAIN_LOOP = """
 def loop(call, keys, sizes, events, cells, ends, made, error_of, note{arguments}):
     key = event = None
+    count = made.__len__
     try:
         for group, (key, size) in enumerate(zip(keys, sizes)):
             for cell, values in cells:
@@ -547,7 +548,7 @@ def plain_loop(arguments: int, tells: bool) -> Callable[..., None]:
     event how many rows there are.
     """
     scope: dict[str, Any] = {"islice": islice}
-    after = "; note(len(made))" if tells else ""
+    after = "; note(count())" if tells else ""
     exec(_PLAIN_LOOP.format(arguments="".join(f", a{i}" for i in range(arguments)), after=after), scope)
     loop: Callable[..., None] = scope["loop"]
     return loop

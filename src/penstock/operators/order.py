@@ -22,7 +22,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from penstock.frames import FEW_ROWS, pick, take, with_column, without
+from penstock.frames import pick, take, with_column, without
 
 TAG = "__o"
 SPLIT_BITS = 40
@@ -67,7 +67,7 @@ def positions(index: int, rows: int) -> pl.Series:
 
 
 def numbered(frame: pl.DataFrame) -> pl.DataFrame:
-    """One more tag, that tells rows of equal tags apart. The frame is in order."""
+    """One more tag, that tells rows of equal tags apart: they are in order among themselves."""
     number = np.arange(frame.height, dtype=np.int64)
     return frame.hstack([pl.Series(tag(len(order_of(frame))), number)])
 
@@ -90,11 +90,12 @@ def in_tag_order(frame: pl.DataFrame) -> pl.DataFrame:
         varying.append(values)
     if not varying or _sorted(varying):
         return frame
-    few = frame.height <= FEW_ROWS or len(varying) == 1
-    if few:
-        order = np.argsort(varying[0], kind="stable") if len(varying) == 1 else np.lexsort(varying[::-1])
-        return take(frame, order)
-    return frame.sort(order_of(frame), maintain_order=True)
+    order = np.argsort(varying[0], kind="stable")
+    if len(varying) > 1:
+        first = varying[0][order]
+        if (first[1:] == first[:-1]).any():  # most often one column tells all
+            order = np.lexsort(varying[::-1])
+    return take(frame, order)
 
 
 def _sorted(columns: Sequence[Ints]) -> bool:
@@ -133,11 +134,11 @@ def of_origin(frame: pl.DataFrame, number: int, depth: int) -> pl.DataFrame:
 
 def marks_of(frame: pl.DataFrame, times: Ints) -> pl.DataFrame:
     """The tags of the rows at which the greatest time so far rises, and that time: all that others need to know."""
-    reached = np.maximum.accumulate(times)
+    rows = in_tag_order(pick(frame, order_of(frame)).hstack([pl.Series(TIME, times)]))
+    reached = np.maximum.accumulate(rows[TIME].to_numpy())
     rises = np.ones(len(reached), dtype=np.bool_)
     rises[1:] = reached[1:] > reached[:-1]
-    rows = np.flatnonzero(rises)
-    return take(pick(frame, order_of(frame)), rows).hstack([pl.Series(TIME, reached[rows])])
+    return take(with_column(rows, pl.Series(TIME, reached)), np.flatnonzero(rises))
 
 
 def marked(frame: pl.DataFrame, marks: Sequence[pl.DataFrame], column: str) -> pl.DataFrame:

@@ -10,6 +10,7 @@ import polars as pl
 
 import penstock as ps
 from penstock import testing
+from penstock.operators.order import marked, marks_of, tag
 
 START = datetime(2026, 1, 1)
 SCHEMA = {"ts": pl.Datetime("us"), "user": pl.String, "group": pl.Int64, "x": pl.Float64}
@@ -84,3 +85,21 @@ class Seen(ps.Operator):
     def on_event(self, key: int, event: Any, users: ps.Value[str], emit: ps.Emit) -> None:
         users.set(users.get("") + event.user + " ")
         emit(key, users.get())
+
+
+def test_the_greatest_time_up_to_a_row_is_that_of_all_tasks() -> None:
+    """The quick way, if two tags tell all rows apart, and the thorough way agree with a loop over all rows."""
+    for seed in range(60):
+        r = random.Random(seed)
+        width, spread = r.choice([1, 2, 3]), r.choice([3, 50])
+        tasks = []
+        for task in range(r.randint(1, 3)):
+            tags = sorted({(r.randrange(spread), *(r.randrange(4) for _ in range(width - 1)), task) for _ in range(9)})
+            times = [r.randrange(100) for _ in tags]
+            frame = pl.DataFrame(tags, schema=[tag(i) for i in range(width + 1)], orient="row")
+            tasks.append((frame, times))
+        every = sorted((row, t) for frame, times in tasks for row, t in zip(frame.rows(), times, strict=True))
+        told = [marks_of(frame, pl.Series(times).to_numpy()) for frame, times in tasks]
+        mine = tasks[0][0]
+        found = marked(mine, told, "reached")["reached"].to_list()
+        assert found == [max(t for other, t in every if other <= row) for row in mine.rows()], seed

@@ -143,12 +143,46 @@ def marks_of(frame: pl.DataFrame, times: Ints) -> pl.DataFrame:
 
 def marked(frame: pl.DataFrame, marks: Sequence[pl.DataFrame], column: str) -> pl.DataFrame:
     """Rows in order, each with the greatest time up to it in ``column``, by the marks of all tasks upstream."""
+    if (found := _placed(frame, marks)) is not None:
+        at, times = found
+        reached = np.full(frame.height, np.iinfo(np.int64).min)
+        np.maximum.at(reached, at, times)
+        return with_column(frame, pl.Series(column, np.maximum.accumulate(reached)))
     rows = pick(frame, order_of(frame)).hstack([pl.Series(TIME, np.full(frame.height, np.iinfo(np.int64).min))])
     ours = np.concatenate([np.zeros(sum(m.height for m in marks), dtype=np.bool_), np.ones(frame.height, np.bool_)])
     whole = stacked_by_tags([*marks, rows]).hstack([pl.Series("__ours", ours)])  # a row's own mark comes before it
     whole = in_tag_order(whole)
     reached = np.maximum.accumulate(whole[TIME].to_numpy())[whole["__ours"].to_numpy()]
     return with_column(frame, pl.Series(column, reached))
+
+
+def _placed(frame: pl.DataFrame, marks: Sequence[pl.DataFrame]) -> tuple[Ints, Ints] | None:
+    """The first row that is not before each mark, for marks that are not behind all rows, and their times. None if it
+    takes more than the first two tags to tell.
+    """
+    names = order_of(frame)[:2]
+    if len(names) < 2 or not marks:
+        return None
+    told = stacked_by_tags(marks)
+    if len(order_of(told)) != len(order_of(frame)):
+        return None
+    first, second = (frame[name].to_numpy() for name in names)
+    mark, next_mark = (told[name].to_numpy() for name in names)
+    ties = (first[1:] == first[:-1]) & (second[1:] == second[:-1])
+    if ties.any():
+        return None
+    low, high = np.searchsorted(first, mark, side="left"), np.searchsorted(first, mark, side="right")
+    if (high - low > 1).any():
+        return None
+    alone = high > low
+    near = np.minimum(low, len(first) - 1)
+    same = np.flatnonzero(alone & (second[near] == next_mark))
+    for name in order_of(frame)[2:]:
+        if (frame[name].to_numpy()[near[same]] != told[name].to_numpy()[same]).any():
+            return None
+    at = low + (alone & (second[near] < next_mark))
+    inside = at < len(first)
+    return at[inside], told[TIME].to_numpy()[inside]
 
 
 __all__ = [

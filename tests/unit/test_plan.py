@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 import penstock as ps
+from penstock.errors import FlowError
 from penstock.plan import Plan, compile_flow
 from penstock.testing import rows
 
@@ -153,3 +154,57 @@ def test_explain_names_everything() -> None:
         "window_end: Datetime, total: Float64]",
         "    out: sink memory",
     ]
+
+
+def carried(flow: ps.Flow) -> set[tuple[str, str]]:
+    """Exchanges whose rows carry their order."""
+    return {(s.id, e.downstream) for s in planned(flow).stages for e in s.outs if e.tagged}
+
+
+def test_order_is_carried_where_somebody_behind_needs_it_and_nowhere_else() -> None:
+    window = ps.tumbling("1s", on="t")
+    flow = ps.Flow("f")
+    source = flow.source("in", rows(FRAME))
+    source.key_by("k").aggregate("counts", n=ps.count()).sink("a", ps.memory())
+    source.key_by("k").window(window).aggregate("sums", x=ps.sum("x")).sink("b", ps.memory())
+    source.key_by("k").process("last", Echo(), schema={"k": str}).sink("c", ps.memory())
+    source.key_by("k").process("first", Echo(), schema={"k": str}).key_by("k").aggregate("n", n=ps.count()).sink(
+        "d", ps.memory()
+    )
+    assert carried(flow) == set()
+    flow = ps.Flow("g")
+    first = flow.source("in", rows(FRAME)).key_by("k").process("first", Echo(), schema={"k": str})
+    first.key_by("k").aggregate("all", all=ps.collect("k")).sink("a", ps.memory())
+    assert carried(flow) == {("in", "first"), ("first", "all")}
+
+
+def test_several_sources_are_put_in_order_only_before_an_operator_that_needs_it() -> None:
+    def united(by: str | None) -> tuple[ps.Flow, ps.Stream]:
+        flow = ps.Flow("f")
+        left, right = flow.source("left", rows(FRAME)), flow.source("right", rows(FRAME))
+        return flow, left.union("both", right, by=by)
+
+    flow, both = united(None)
+    both.key_by("k").window(ps.tumbling("1s", on="t")).aggregate("win", n=ps.count()).sink("a", ps.memory())
+    assert [s.id for s in planned(flow).stages] == ["left", "right", "win"]
+    flow, both = united(None)
+    both.key_by("k").window(ps.tumbling("1s", on="t")).aggregate("win", x=ps.sum("x")).sink("a", ps.memory())
+    assert [s.id for s in planned(flow).stages] == ["left", "right", "win.order", "win"]
+    flow, both = united("t")
+    both.select("names", "k").key_by("k").process("own", Echo(), schema={"k": str}).sink("a", ps.memory())
+    assert [s.id for s in planned(flow).stages] == ["left", "right", "own.order", "own"]
+    flow, both = united(None)
+    both.key_by("k").process("own", Echo(), schema={"k": str}).sink("a", ps.memory())
+    with pytest.raises(FlowError, match="operator 'own' depends on the order of its rows") as error:
+        planned(flow)
+    assert "by='ts'" in str(error.value.remedy)
+
+
+def test_ways_from_one_source_need_no_column_to_meet() -> None:
+    flow = ps.Flow("f")
+    source = flow.source("in", rows(FRAME)).select("names", "k")
+    one = source.key_by("k").process("one", Echo(), schema={"k": str})
+    one.union("both", source).key_by("k").aggregate("all", all=ps.collect("k")).sink("out", ps.memory())
+    plan = planned(flow)
+    assert [s.id for s in plan.stages] == ["in", "one", "all"]
+    assert plan.stages[2].depth == 1 and all(e.whole for e in plan.stages[2].ins)

@@ -32,6 +32,7 @@ import gc
 import inspect
 import keyword
 import typing
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -709,11 +710,13 @@ class _Run:
         cells = [(slot.cell, slot.values) for slot in self.slots]
         ends, made = self.outlet.ends, self.outlet.columns[0]
         loop = plain_loop(len(self.on_event_arguments), self.tells)
-        after: list[int] = []
+        after = array("q")
         call = self.custom.on_event
         loop(call, keys, sizes, events, cells, ends, made, self._error, after.append, *self.on_event_arguments)
         if self.tells:
-            self.causes = np.repeat(np.arange(len(after)), np.diff(after, prepend=0))  # type: ignore[assignment]
+            so_far: np.ndarray = np.frombuffer(after, dtype=np.int64)
+            made_by: np.ndarray = np.diff(so_far, prepend=0)
+            self.causes = np.repeat(np.arange(len(after)), made_by)  # type: ignore[assignment]
 
     def _run_timed(
         self, keys: list[Any], sizes: list[int], events: Iterator[Any], moments: Iterator[tuple[int, int]]

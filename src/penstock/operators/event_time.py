@@ -113,6 +113,11 @@ def usable_times(frame: pl.DataFrame, on: str | None) -> np.ndarray:
     assert on is not None
     low, high = _limits(frame.schema[on])
     physical = frame[on].cast(pl.Int64)
+    dtype = frame.schema[on]
+    if isinstance(dtype, pl.Datetime) and dtype.time_unit == "us" and not physical.null_count() and len(physical):
+        plain: np.ndarray = physical.to_numpy()
+        if low <= plain.min() and plain.max() < high:
+            return plain
     good = physical.is_between(low, high, closed="left").fill_null(False)
     times = pl.select(pl.when(good).then(frame[on])).to_series().cast(pl.Datetime("us")).cast(pl.Int64)
     return times.fill_null(NEVER).to_numpy()

@@ -27,6 +27,7 @@ from penstock.frames import pick, take, with_column, without
 TAG = "__o"
 SPLIT_BITS = 40
 """A position is the number of the split, then the number of the row in it, in this many bits."""
+DIGITS_FEW = 3
 TIME = "__t"
 """The greatest event time up to a row, in a frame of marks."""
 
@@ -90,12 +91,24 @@ def in_tag_order(frame: pl.DataFrame) -> pl.DataFrame:
         varying.append(values)
     if not varying or _sorted(varying):
         return frame
-    order = np.argsort(varying[0], kind="stable")
+    order = _stable_order(varying[0])
     if len(varying) > 1:
         first = varying[0][order]
         if (first[1:] == first[:-1]).any():  # most often one column tells all
             order = np.lexsort(varying[::-1])
     return take(frame, order)
+
+
+def _stable_order(values: Ints) -> Ints:
+    """As a stable ``argsort``: 16 bits at a time where few of them vary, for which numpy has a radix sort."""
+    bits = (values - values.min()).view(np.uint64)
+    digits = [d for d in ((bits >> np.uint64(16 * i)).astype(np.uint16) for i in range(4)) if (d != d[0]).any()]
+    if len(digits) > DIGITS_FEW:
+        return np.argsort(values, kind="stable")
+    order = np.argsort(digits[0], kind="stable")
+    for digit in digits[1:]:
+        order = order[np.argsort(digit[order], kind="stable")]
+    return order
 
 
 def _sorted(columns: Sequence[Ints]) -> bool:

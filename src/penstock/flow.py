@@ -18,18 +18,19 @@ import polars as pl
 
 from penstock.connectors.base import Sink, Source
 from penstock.errors import FlowError, PenstockError
-from penstock.operators.aggregates import Aggregate, RunningAggregate
+from penstock.operators.aggregates import Aggregate, FinalAggregate, RunningAggregate
 from penstock.operators.base import KeyedOperator, Step
 from penstock.operators.batch import BatchOperator, build_operator
 from penstock.operators.custom import Operator
-from penstock.operators.event_time import CLOCK, Duration, Window
+from penstock.operators.event_time import CLOCK, Duration, Window, one_of
 from penstock.operators.joins import LifetimeJoin, Shape, Within, point, versions
-from penstock.operators.late import LateRows
 from penstock.operators.lookup import LookupStep, load_table
 from penstock.operators.mapreduce import Combiner, Mapper, MapStep, Reduce, check_functions, pair_schema
+from penstock.operators.rowwise import INSTEAD, looks_around
 from penstock.operators.steps import BatchStep, ExprStep, RowResult, RowStep
 from penstock.operators.topk import TopK
-from penstock.operators.windows import WINDOW_END, WINDOW_START
+from penstock.operators.windows import EMIT, WINDOW_END, WINDOW_START
+from penstock.state.hashing import hashable
 from penstock.state.slicemap import SLICES_MAX
 
 SchemaLike = Mapping[str, Any] | pl.Schema
@@ -66,6 +67,8 @@ class Node:
     partition: Partition | None = None
     slices: int | None = None
     """Of a keyed operator: the number of slices of its stage. None: as the settings say."""
+    by: str | None = None
+    """Of a union: the column of event time by which rows of different sources are put in order, where order matters."""
 
     @property
     def kind(self) -> str:
@@ -237,6 +240,24 @@ def _check_as_file_name(id: str) -> None:
         )
 
 
+def _no_updates(flow: Flow, operator: str, input: str) -> None:
+    """Refuse a stream of updates: how many there are depends on how the input was cut, and so would all results."""
+    nodes = {n.id: n for n in flow._nodes}
+    ways = [input]
+    while ways:
+        node = nodes[ways.pop()]
+        if node.keyed is None:
+            ways.extend(node.inputs)
+        elif node.keyed.identity is not None:
+            raise FlowError(
+                f"operator '{operator}': '{node.id}' is a stream of updates, whose rows replace one another. What it "
+                "makes of them would depend on how often they were given.",
+                remedy=f"Let the rows of '{node.id}' stay: results of windows do, those of aggregate(..., "
+                "emit='final') when the input ends, and those of your own key_by(...).process(...).",
+                operator=operator,
+            )
+
+
 def _check_columns(operator: str, columns: Iterable[str], schema: pl.Schema) -> None:
     for column in columns:
         if column not in schema:
@@ -247,6 +268,37 @@ def _check_columns(operator: str, columns: Iterable[str], schema: pl.Schema) -> 
                 remedy=f"{hint}The columns are {', '.join(schema.names())}.",
                 operator=operator,
             )
+
+
+def _names(where: str, columns: Sequence[Any], what: str) -> tuple[str, ...]:
+    """Names of columns, given one by one or as a list."""
+    flat: list[Any] = []
+    for column in columns:
+        flat.extend(column if isinstance(column, list | tuple) else [column])
+    for column in flat:
+        if isinstance(column, pl.Expr):
+            name = column.meta.output_name(raise_if_undetermined=False) or what
+            if column.meta.is_column() and name:
+                raise FlowError(f"{where}: it takes names of columns.", remedy=f"Write '{name}' for pl.col('{name}').")
+            raise FlowError(
+                f"{where}: it takes names of columns, not an expression.",
+                remedy=f"Compute it first: .with_columns('with-{name}', {name}=...), and give its name, '{name}'.",
+            )
+        if not isinstance(column, str):
+            raise FlowError(f"{where}: {column!r} is not the name of a column.", remedy="Write it as text.")
+    return tuple(flat)
+
+
+def _one_column(operator: str, by: Any) -> str:
+    names = _names(f"operator '{operator}': by", [by], "rank")
+    if len(names) != 1:
+        raise FlowError(
+            f"operator '{operator}': rows are ranked by one column, not by {len(names)}.",
+            remedy="Ties are broken by the other columns, in their order: .select(...) them as you want it. Or compute "
+            "one column to rank by.",
+            operator=operator,
+        )
+    return names[0]
 
 
 def _schema(operator: str, given: SchemaLike) -> pl.Schema:
@@ -322,8 +374,13 @@ class Stream:
         declared = _schema(id, schema)
         return self._step(id, RowStep(id, function, declared), declared)
 
-    def union(self, id: str, *others: Stream) -> Stream:
-        """The rows of several streams with the same columns."""
+    def union(self, id: str, *others: Stream, by: str | None = None) -> Stream:
+        """The rows of several streams with the same columns.
+
+        Rows of different sources have no order among them. Operators with event time put them in order by that, others
+        by the time in column ``by``: first those whose source has come less far, then by stream, in the order given.
+        Operators for which order does not matter need none.
+        """
         if not others:
             raise FlowError(f"operator '{id}': union needs at least one other stream.", operator=id)
         for other in others:
@@ -339,7 +396,15 @@ class Stream:
         inputs = (self.id, *(o.id for o in others))
         if len(set(inputs)) != len(inputs):
             raise FlowError(f"operator '{id}': a stream cannot be united with itself.", operator=id)
-        return self.flow._add(Node(id, inputs, self.schema))
+        if by is not None:
+            _check_columns(id, [by], self.schema)
+            if not isinstance(self.schema[by], pl.Datetime | pl.Date):
+                raise FlowError(
+                    f"operator '{id}': column '{by}' has type {self.schema[by]}, not a time.",
+                    remedy=f"Convert it, for example pl.from_epoch('{by}', time_unit='s').",
+                    operator=id,
+                )
+        return self.flow._add(Node(id, inputs, self.schema, by=by))
 
     def split(self, id: str, predicate: pl.Expr) -> tuple[Stream, Stream]:
         """Two streams: ``id`` has the rows for which a predicate is true, and ``id.rest`` the rows where it is false or
@@ -381,6 +446,13 @@ class Stream:
         return self.flow._add(node, identity=self.identity, windowed=self.windowed)
 
     def _expr(self, id: str, kind: str, exprs: Sequence[Any], named: Mapping[str, Any]) -> Stream:
+        for expr in (*exprs, *named.values()):
+            if (around := looks_around(expr)) is not None:
+                raise FlowError(
+                    f"operator '{id}': {around} in {kind} looks at other rows than its own.",
+                    remedy=INSTEAD,
+                    operator=id,
+                )
         lazy = pl.LazyFrame(schema=self.schema)
         method = {"select": lazy.select, "with_columns": lazy.with_columns, "where": lazy.filter}[kind]
         try:
@@ -415,7 +487,7 @@ class Stream:
 
     # -- keyed -------------------------------------------------------------------------------------------------------
 
-    def key_by(self, *columns: str, slices: int | None = None) -> KeyedStream:
+    def key_by(self, *columns: str | Sequence[str], slices: int | None = None) -> KeyedStream:
         """Partition by the values of columns; what follows keeps state for each key.
 
         Null is a key like any other; all NaN are one key, and -0.0 is 0.0.
@@ -423,15 +495,19 @@ class Stream:
         ``slices`` is the number of slices of the stage that follows, in place of the setting of that name. Its
         instances can grow up to it. It cannot be changed for state that is there already.
         """
+        columns = _names(f"key_by after '{self.id}'", columns, "key")
         if not columns:
             raise FlowError(f"after '{self.id}': key_by needs at least one column.")
         _check_columns(f"key_by after '{self.id}'", columns, self.schema)
         for column in columns:
             dtype = self.schema[column]
-            if dtype.is_nested() or dtype == pl.Object:
+            if not hashable(dtype):
+                as_text = f".with_columns('as-text', {column}=pl.col('{column}').cast(pl.String))"
                 raise FlowError(
                     f"after '{self.id}': column '{column}' of type {dtype} cannot be a key.",
-                    remedy="Key by numbers, text, times, booleans or bytes.",
+                    remedy=f"Write {as_text} before it."
+                    if dtype.is_decimal() or dtype.is_integer()
+                    else "Key by integers, floats, text, times, booleans or bytes.",
                 )
         if slices is not None and (type(slices) is not int or not 1 <= slices <= SLICES_MAX):
             raise FlowError(f"after '{self.id}': key_by with {slices!r} slices.", remedy=f"Use 1 to {SLICES_MAX}.")
@@ -455,11 +531,8 @@ class Stream:
         return replace(keyed, stream=replace(keyed.stream, partition=Partition(n, self.flow._prefix + uid)))
 
     def top_k(self, id: str, k: int, *, by: str, per: str | Sequence[str] = (), descending: bool = True) -> Stream:
-        """The k greatest rows by a column.
-
-        After a windowed aggregate the rows of each window are ranked, after another aggregate the rows of each group
-        ``per``, or all rows.
-        """
+        """The k greatest rows by a column: of each window after a windowed aggregate, else of each ``per``, or all."""
+        by = _one_column(id, by)
         group = (per,) if isinstance(per, str) else tuple(per)
         _check_columns(id, (by, *group), self.schema)
         if self.windowed:
@@ -490,6 +563,8 @@ class Stream:
         return self._keyed(operator, windowed=self.windowed)
 
     def _keyed(self, operator: KeyedOperator, *, windowed: bool = False) -> Stream:
+        if not isinstance(operator, TopK):
+            _no_updates(self.flow, operator.id, self.id)
         node = Node(operator.id, (self.id,), operator.output, keyed=operator)
         node = replace(node, partition=self.partition, slices=self.slices)
         return self.flow._add(node, identity=operator.identity, windowed=windowed)
@@ -500,6 +575,15 @@ class Stream:
             f"operator '{id}': an aggregate keeps state, and state needs a key.",
             remedy=f"Write .key_by(column).aggregate('{id}', ...).",
             operator=id,
+        )
+
+    def window(self, spec: Window) -> Stream:
+        """Always refused: say by which key first."""
+        raise FlowError(
+            f"window after '{self.id}': windows are kept for each key.",
+            remedy="Write .key_by(column).window(...). For one window over all rows, make a constant column first: "
+            ".with_columns('all', every=pl.lit(0)).key_by('every').",
+            operator=self.id,
         )
 
     def process(self, id: str, operator: Operator, **_: Any) -> Stream:
@@ -556,10 +640,15 @@ class KeyedStream:
     stream: Stream
     key: tuple[str, ...]
 
-    def aggregate(self, id: str, **aggregates: Aggregate) -> Stream:
-        """Running aggregates. Each epoch gives the new values of the keys that changed."""
+    def aggregate(self, id: str, *, emit: str = "updates", **aggregates: Aggregate) -> Stream:
+        """Running aggregates: each epoch gives the new values of the keys that changed, a stream of updates.
+
+        ``emit="final"`` gives each key once, when the input has ended: rows that stay, for aggregates of aggregates and
+        for joins.
+        """
         self._check(id, aggregates, self.key)
-        operator = RunningAggregate(id, self.key, aggregates, self.stream.schema)
+        kind = RunningAggregate if one_of(emit, EMIT, f"operator '{id}': emit") == "updates" else FinalAggregate
+        operator = kind(id, self.key, aggregates, self.stream.schema)
         return self.stream._keyed(operator)
 
     def window(self, spec: Window) -> WindowedStream:
@@ -674,12 +763,7 @@ class KeyedStream:
         if other.flow is not left.flow:
             raise FlowError(f"operator '{id}': '{other.id}' belongs to another flow.", operator=id)
         for stream, shape in ((left, shapes[0]), (other, shapes[1])):
-            if stream.identity is not None:
-                raise FlowError(
-                    f"operator '{id}': '{stream.id}' is a stream of updates, whose rows replace one another.",
-                    remedy="Join events or the results of windows: their rows stay.",
-                    operator=id,
-                )
+            _no_updates(stream.flow, id, stream.id)
             _check_columns(id, shape.columns(), stream.schema)
         sides = ((self.key, left.schema), (right.key, other.schema))
         operator = LifetimeJoin(id, *sides, shapes, how=how, lateness=lateness, suffix=suffix)
@@ -695,6 +779,7 @@ class KeyedStream:
 
     def top_k(self, id: str, k: int, *, by: str, descending: bool = True) -> Stream:
         """The k greatest events of each key so far."""
+        by = _one_column(id, by)
         _check_columns(id, [by], self.stream.schema)
         operator = TopK(
             id, k, by, self.key, self.stream.schema, identity=None, whole_groups=False, descending=descending
@@ -745,4 +830,4 @@ class WindowedStream:
                 operator=id,
             )
         stream = self.keyed.stream
-        return stream._keyed(LateRows(id, self.keyed.key, self.spec, self.spec.on, stream.schema))
+        return stream._keyed(self.spec.late(id, self.keyed.key, stream.schema))

@@ -299,10 +299,10 @@ class ModelRecent:
 
 class ModelTimers:
     def __init__(self, model: Model) -> None:
-        self.model, self.all, self.ended = model, [], False
+        self.model, self.all, self.ended, self.firing = model, [], False, False
 
     def set(self, at: datetime, name: str | None = None) -> None:
-        if us(at) <= self.model.watermark:
+        if us(at) < self.model.watermark or (self.firing and us(at) == self.model.watermark):
             self.model.refused.append((self.model.key, at.isoformat(), name))
         elif not self.ended:
             same = [t for t in self.all if (t[1] == name if name else t == (us(at), None))]
@@ -362,7 +362,9 @@ class Model:
             self.reach(due[0][0])
             self.now = self.watermark
             at = EPOCH + timedelta(microseconds=due[0][0])
+            self.timers.firing = True
             back = react(at, due[0][1], self.states, self.timers)
+            self.timers.firing = False
             self.out.append((-1, f"{at}|{due[0][1]}|{back}|{self.shown()}"))
 
     def event(self, row: dict[str, Any], watermark: int) -> None:
@@ -372,6 +374,7 @@ class Model:
         back = act(row["op"], row["arg"], row["at"], self.states)
         plan_timers(row["op"], row["arg"], row["at"], self.timers)
         self.out.append((row["id"], f"{back}|{self.shown()}"))
+        self.fire(watermark)  # what was set for this very watermark
 
 
 def one_by_one(frame: pl.DataFrame, lateness: int) -> dict[str, Model]:

@@ -311,7 +311,11 @@ def test_order_survives_a_second_exchange(seed: int, count: int) -> None:
 
         def build(source: ps.Source, sink: MemorySink = sink, sums: MemorySink = sums) -> ps.Flow:
             flow = ps.Flow("second")
-            counts = flow.source("in", source).key_by(*key).aggregate("agg", n=ps.count(), x=ps.sum("x"), s=ps.min("s"))
+            counts = (
+                flow.source("in", source)
+                .key_by(*key)
+                .aggregate("agg", emit="final", n=ps.count(), x=ps.sum("x"), s=ps.min("s"))
+            )
             odd = counts.where("odd", pl.col("n") % 2 == 1)
             even = counts.where("even", pl.col("n") % 2 == 0)
             if batches:

@@ -73,8 +73,12 @@ def oracle(
         t = (row["t"] - START) // micro(1)
         high = max(high, t)
         watermark = high - lateness
-        if t + gap <= watermark:
-            late.append(row)
+        if t + gap <= watermark:  # over by itself: one that is open may still take it in
+            inside = [s for s in sessions[row["k"]] if s.first <= t <= s.last and s.last + gap > watermark]
+            if inside:
+                inside[0].add(t, row)
+            else:
+                late.append(row)
             continue
         mine = [s for s in sessions[row["k"]] if s.last + gap > watermark and t < s.last + gap and s.first < t + gap]
         mine.sort(key=lambda s: s.first)

@@ -78,7 +78,7 @@ class Made:
         self.rows = rows
         stream = self.source("in")
         if r.random() < 0.3:
-            stream = stream.union(self.id("union"), self.source("also"))
+            stream = stream.union(self.id("union"), self.source("also"), by="t")
         for _ in range(r.randint(0, 2)):
             stream = self.stateless(stream)
         kinds = ["running", "window", "best", "custom", "again"]
@@ -146,7 +146,7 @@ class Made:
 
     def again(self, stream: ps.Stream) -> ps.Stream:
         """Two exchanges, the second with sums of floats."""
-        counts = stream.key_by("k", "g").aggregate(self.made("first"), n=ps.count(), s=ps.sum("x"))
+        counts = stream.key_by("k", "g").aggregate(self.made("first"), emit="final", n=ps.count(), s=ps.sum("x"))
         return counts.key_by("g").aggregate(self.made("second"), updates=ps.count(), s=ps.sum("s"))
 
 

@@ -18,7 +18,18 @@ import psutil
 import pytest
 
 import penstock as ps
-from benchmarks import checkpoint, common, custom_state, latency, recovery, replication, similarity, soak, windows
+from benchmarks import (
+    checkpoint,
+    common,
+    custom_state,
+    latency,
+    order,
+    recovery,
+    replication,
+    similarity,
+    soak,
+    windows,
+)
 from benchmarks.baselines import FullSnapshots
 from penstock.cli import list_benchmarks
 from penstock.engines import job as jobs
@@ -947,3 +958,15 @@ def test_only_the_measured_run_takes_full_snapshots(
     with pytest.raises(Over):
         next(iter(checkpoint.CONTENDERS[contender](args)))
     assert asked == [(3, None), (5, FullSnapshots if full else Worker)]
+
+
+def test_order_is_measured_with_and_without(tmp_path: Path) -> None:
+    frame = order.some_rows(2_000)
+    assert frame.schema == pl.Schema(order.SCHEMA)
+    assert all(order.rows_a_second("stages", frame, order=with_it) > 0 for with_it in (True, False))
+    rows = [
+        {"contender": which, "flow": name, "round": 0, "rows_s": rate}
+        for name in order.FLOWS
+        for which, rate in (("with", 95), ("without", 100))
+    ]
+    assert order.ratios(rows) == dict.fromkeys(("words_kept", "windows_kept", "custom_kept", "stages_kept"), 0.95)

@@ -499,7 +499,7 @@ def test_a_window_behind_a_keyed_stage_follows_what_that_sent() -> None:
     d.log(1)
     d.done(1, IN)
     run = one(d.done(1, COUNT, time_max={WIN: 50}), RunStage)
-    assert (run.time.watermark, run.time.arrivals) == (45, {})
+    assert (run.time.watermark, run.time.arrivals) == (45, {COUNT: [NEVER, 45]})
 
 
 # -- rescaling -------------------------------------------------------------------------------------------------------

@@ -77,11 +77,85 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
     ),
     "key by an unknown column": (lambda: source().key_by("wort"), "there is no column 'wort'", "Did you mean 'word'"),
     "key by nothing": (lambda: source().key_by(), "after 'in': key_by needs at least one column", ""),
-    "key by a list": (
+    "key by a list column": (
         lambda: source().key_by("tags"),
         "column 'tags' of type List(String) cannot be a key",
-        "numbers, text",
+        "floats, text",
     ),
+    "key by an expression": (
+        lambda: source().key_by(pl.col("word").str.to_lowercase()),
+        "key_by after 'in': it takes names of columns, not an expression",
+        ".with_columns('with-word', word=...)",
+    ),
+    "key by a column as an expression": (
+        lambda: source().key_by(pl.col("word")),
+        "it takes names of columns",
+        "Write 'word'",
+    ),
+    "a sum of decimals": (
+        lambda: (
+            source()
+            .with_columns("d", d=pl.lit("1.5").cast(pl.Decimal(10, 2)))
+            .key_by("word")
+            .aggregate("s", s=ps.sum("d"))
+        ),
+        "sum(d) needs numbers",
+        "(pl.col('price') * 100).cast(pl.Int64)",
+    ),
+    "the least decimal": (
+        lambda: (
+            source()
+            .with_columns("d", d=pl.lit("1.5").cast(pl.Decimal(10, 2)))
+            .key_by("word")
+            .aggregate("s", s=ps.min("d"))
+        ),
+        "min(d) cannot compare",
+        "(pl.col('price') * 100).cast(pl.Int64)",
+    ),
+    "a key of decimals": (
+        lambda: source().with_columns("d", d=pl.lit("1.5").cast(pl.Decimal(10, 2))).key_by("d"),
+        "column 'd' of type Decimal(precision=10, scale=2) cannot be a key",
+        "cast(pl.String)",
+    ),
+    "rank by two columns": (
+        lambda: source().key_by("word").top_k("top", 3, by=["amount", "word"]),
+        "rows are ranked by one column, not by 2",
+        "Ties are broken by the other columns",
+    ),
+    "a window before its key": (
+        lambda: source().window(ps.tumbling("1s", on="ts")),
+        "windows are kept for each key",
+        ".key_by(column).window",
+    ),
+    "an aggregate over a running aggregate": (
+        lambda: (
+            source()
+            .key_by("word", "amount")
+            .aggregate("most", n=ps.count())
+            .select("named", "word", "n")
+            .key_by("word")
+            .aggregate("mean", n=ps.mean("n"))
+        ),
+        "'most' is a stream of updates",
+        "emit='final'",
+    ),
+    "the greatest of a batch": (
+        lambda: source().with_columns("part", share=pl.col("amount") / pl.col("amount").max()),
+        "operator 'part': max in with_columns looks at other rows",
+        "key_by(...).aggregate",
+    ),
+    "the sum of others": (
+        lambda: source().where("much", pl.col("amount") > pl.col("amount").mean().over("word")),
+        "over in where looks at other rows",
+        "",
+    ),
+    "the row before": (
+        lambda: source().select("gap", d=pl.when(pl.col("amount") > 1).then(pl.col("amount").shift(1))),
+        "shift in select looks at other rows",
+        "ps.last_rows",
+    ),
+    "a running sum": (lambda: source().select("sum", d=pl.col("amount").cum_sum()), "cum_sum in select", ""),
+    "a rank": (lambda: source().select("place", d=pl.col("amount").rank()), "rank in select", ""),
     "rank by an unknown column": (
         lambda: source().key_by("word").top_k("top", 3, by="amuont"),
         "operator 'top': there is no column 'amuont'",

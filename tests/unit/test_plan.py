@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import polars as pl
+import pytest
 
 import penstock as ps
+from penstock.errors import FlowError
 from penstock.plan import Plan, compile_flow
 from penstock.testing import rows
 
@@ -88,19 +90,17 @@ def test_a_diamond_within_a_stage_is_one_exchange() -> None:
     assert len(plan.stages[1].ins) == 1
 
 
-def test_a_diamond_with_a_batch_function_cannot_restore_source_order() -> None:
-    """Such a function loses the tags: what follows is ordered by content, and time goes epoch by epoch."""
-    for batches in (False, True):
-        flow = ps.Flow("f")
-        source = flow.source("in", rows(FRAME))
-        other = source.where("b", pl.col("x") <= 0)
-        if batches:
-            other = other.map_batches("m", lambda f: f)
-        both = source.where("a", pl.col("x") > 0).union("both", other)
-        both.key_by("k").aggregate("count", n=ps.count()).sink("out", ps.memory())
-        stage = planned(flow).stages[0]
-        assert stage.forks
-        assert stage.outs[0].ordered is not batches
+@pytest.mark.parametrize("over, by_row", [(ps.count(), False), (ps.sum("x"), True)])
+def test_a_batch_function_in_a_diamond_gets_single_rows_if_order_matters(over: ps.Aggregate, by_row: bool) -> None:
+    """Nobody could tell what order its rows are to be in among others."""
+    flow = ps.Flow("f")
+    source = flow.source("in", rows(FRAME)).map_batches("before", lambda f: f)
+    other = source.where("b", pl.col("x") <= 0).map_batches("m", lambda f: f)
+    both = source.where("a", pl.col("x") > 0).union("both", other)
+    both.key_by("k").aggregate("out", n=over).sink("sink", ps.memory())
+    stage = planned(flow).stages[0]
+    assert stage.forks
+    assert stage.by_row == (frozenset({"m"}) if by_row else frozenset())
 
 
 def test_a_diamond_of_keyed_stages() -> None:
@@ -154,3 +154,57 @@ def test_explain_names_everything() -> None:
         "window_end: Datetime, total: Float64]",
         "    out: sink memory",
     ]
+
+
+def carried(flow: ps.Flow) -> set[tuple[str, str]]:
+    """Exchanges whose rows carry their order."""
+    return {(s.id, e.downstream) for s in planned(flow).stages for e in s.outs if e.tagged}
+
+
+def test_order_is_carried_where_somebody_behind_needs_it_and_nowhere_else() -> None:
+    window = ps.tumbling("1s", on="t")
+    flow = ps.Flow("f")
+    source = flow.source("in", rows(FRAME))
+    source.key_by("k").aggregate("counts", n=ps.count()).sink("a", ps.memory())
+    source.key_by("k").window(window).aggregate("sums", x=ps.sum("x")).sink("b", ps.memory())
+    source.key_by("k").process("last", Echo(), schema={"k": str}).sink("c", ps.memory())
+    source.key_by("k").process("first", Echo(), schema={"k": str}).key_by("k").aggregate("n", n=ps.count()).sink(
+        "d", ps.memory()
+    )
+    assert carried(flow) == set()
+    flow = ps.Flow("g")
+    first = flow.source("in", rows(FRAME)).key_by("k").process("first", Echo(), schema={"k": str})
+    first.key_by("k").aggregate("all", all=ps.collect("k")).sink("a", ps.memory())
+    assert carried(flow) == {("in", "first"), ("first", "all")}
+
+
+def test_several_sources_are_put_in_order_only_before_an_operator_that_needs_it() -> None:
+    def united(by: str | None) -> tuple[ps.Flow, ps.Stream]:
+        flow = ps.Flow("f")
+        left, right = flow.source("left", rows(FRAME)), flow.source("right", rows(FRAME))
+        return flow, left.union("both", right, by=by)
+
+    flow, both = united(None)
+    both.key_by("k").window(ps.tumbling("1s", on="t")).aggregate("win", n=ps.count()).sink("a", ps.memory())
+    assert [s.id for s in planned(flow).stages] == ["left", "right", "win"]
+    flow, both = united(None)
+    both.key_by("k").window(ps.tumbling("1s", on="t")).aggregate("win", x=ps.sum("x")).sink("a", ps.memory())
+    assert [s.id for s in planned(flow).stages] == ["left", "right", "win.order", "win"]
+    flow, both = united("t")
+    both.select("names", "k").key_by("k").process("own", Echo(), schema={"k": str}).sink("a", ps.memory())
+    assert [s.id for s in planned(flow).stages] == ["left", "right", "own.order", "own"]
+    flow, both = united(None)
+    both.key_by("k").process("own", Echo(), schema={"k": str}).sink("a", ps.memory())
+    with pytest.raises(FlowError, match="operator 'own' depends on the order of its rows") as error:
+        planned(flow)
+    assert "by='ts'" in str(error.value.remedy)
+
+
+def test_ways_from_one_source_need_no_column_to_meet() -> None:
+    flow = ps.Flow("f")
+    source = flow.source("in", rows(FRAME)).select("names", "k")
+    one = source.key_by("k").process("one", Echo(), schema={"k": str})
+    one.union("both", source).key_by("k").aggregate("all", all=ps.collect("k")).sink("out", ps.memory())
+    plan = planned(flow)
+    assert [s.id for s in plan.stages] == ["in", "one", "all"]
+    assert plan.stages[2].depth == 1 and all(e.whole for e in plan.stages[2].ins)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from penstock.control.concern import Concern
 from penstock.control.epochs import EpochRun
-from penstock.control.records import FOREVER, NEVER, StageTime
-from penstock.control.topology import StageInfo, at_port
+from penstock.control.records import NEVER, StageTime
+from penstock.control.timing import time_of
+from penstock.control.topology import StageInfo
 from penstock.ids import Epoch, StageId
 from penstock.state.checkpoint import Manifest
 
@@ -56,47 +57,22 @@ class Watermarks(Concern):
 
     def time(self, run: EpochRun, stage: StageInfo) -> StageTime:
         """What the stage is told of time. Its upstream stages of the epoch are done."""
-        if not stage.timed:
-            return StageTime()
         clocks_before, marks_before = self._before(run.epoch)
-        before = marks_before.get(stage.id, NEVER)
-        final = run.record.final
-        if stage.clocked:
-            return StageTime(before=before, watermark=max(before, FOREVER if final else run.record.clock_ms * 1000))
-        by_port: dict[int, int] = {}
-        arrivals: dict[str, list[int]] = {}
-        for up, port in stage.inputs:
-            here = at_port(stage.id, port)
-            edge = f"{up}>{here}"
-            seen = clocks_before.get(edge, NEVER)
-            prefix: list[int] = []
-            for report in run.done[up]:
-                prefix.append(behind(seen, stage.lateness_us))
-                seen = max(seen, report.time_max.get(here, NEVER))
-            run.clocks[edge] = seen
-            info = self.core.topology[up]
-            if info.is_source:
-                arrivals[at_port(up, port)] = prefix
-            if info.timed:
-                mark = behind(run.watermarks[up], info.hold_us + stage.lateness_us)
-            else:
-                mark = FOREVER if final else behind(seen, stage.lateness_us)
-            by_port[port] = min(mark, by_port.get(port, FOREVER))
-        ports: list[tuple[int, int]] = []
-        for port, mark in sorted(by_port.items()) if len(by_port) > 1 else ():
-            name = f"@{at_port(stage.id, port)}"
-            earlier = clocks_before.get(name, NEVER)
-            run.clocks[name] = max(earlier, mark)
-            ports.append((earlier, run.clocks[name]))
-        watermark = max(before, min(by_port.values()))
-        return StageTime(before=before, watermark=watermark, arrivals=arrivals, ports=tuple(ports))
+        time = time_of(
+            stage,
+            {up: self.core.topology[up] for up in stage.ins},
+            clocks_before,
+            marks_before.get(stage.id, NEVER),
+            run.watermarks,
+            {up: run.done[up] for up in stage.ins} if stage.timed else {},
+            final=run.record.final,
+            clock_ms=run.record.clock_ms,
+        )
+        run.clocks.update(time.clocks)
+        return StageTime(before=time.before, watermark=time.watermark, arrivals=time.arrivals, ports=time.ports)
 
     def _before(self, epoch: Epoch) -> tuple[dict[str, int], dict[StageId, int]]:
         previous = self.core.epochs.in_flight.get(Epoch(epoch - 1))
         if previous is None:
             return self.clocks, self.marks
         return previous.clocks, {**self.marks, **previous.watermarks}
-
-
-def behind(time: int, by: int) -> int:
-    return time if time in (NEVER, FOREVER) else time - by

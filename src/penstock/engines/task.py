@@ -39,7 +39,9 @@ from penstock.flow import Node
 from penstock.frames import pick, rows_where, stacked, with_column, without
 from penstock.ids import StageId
 from penstock.operators.base import (
+    BY,
     DUE,
+    FOREVER,
     HASH,
     NEVER,
     ORDER,
@@ -52,6 +54,21 @@ from penstock.operators.base import (
     one_zero,
     tags,
     visible,
+)
+from penstock.operators.event_time import usable_times
+from penstock.operators.order import (
+    in_tag_order,
+    marked,
+    marks_of,
+    numbered,
+    of_origin,
+    order_of,
+    positions,
+    signed,
+    stacked_by_tags,
+    tag_columns,
+    widened,
+    with_tags,
 )
 from penstock.operators.steps import BatchStep
 from penstock.plan import Edge, Plan, Stage
@@ -85,6 +102,8 @@ MANIFEST_NAME = "manifests/{:012d}.json"
 PEERS = "@peers"
 """Origin of what containers of one stage send to each other."""
 PIECE, HANDOVER = 0, 1
+MARKS = -1
+"""Less the number of a port: in a blob, when time rose in the rows for that port."""
 
 
 class TaskSpec(msgspec.Struct, kw_only=True):
@@ -334,7 +353,7 @@ class Worker:
                 report.missing = True
                 return {}
             root = self._apply(stage, spec, blobs, container, report, context)
-        frames = self._steps(stage, root, report, context)
+        frames = self._steps(stage, root, spec.index, report, context)
         out = self._exchange(stage, spec, frames, report, context)
         if not spec.quiet:
             self._sinks(stage, spec, frames, report, context)
@@ -407,7 +426,7 @@ class Worker:
         frame = result.frame
         if stage.source.punctuated:
             frame, context.punctuation = punctuated_rows(frame, result.punctuation)
-        return with_column(frame, pl.Series(ORDER, np.arange(rows, dtype=np.uint64))) if stage.forks else frame
+        return frame.hstack([positions(spec.index, rows)]) if stage.forks or stage.tells else frame
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -622,34 +641,82 @@ class Worker:
         context: StepContext,
     ) -> pl.DataFrame:
         assert stage.keyed is not None
-        arrivals: list[Arrival] = []
-        order = {e.upstream: i for i, e in enumerate(stage.ins)}
-        ordered = {(e.upstream, e.port): e.ordered for e in stage.ins}
-        for blob in blobs:
-            header, frames = unpack_blob(blob)
-            origin = StageId(header.origin)
-            for port, frame in frames:
-                from_source = self.plan.by_id[origin].source is not None and ordered[origin, port]
-                marks = spec.arrivals.get(at_port(origin, port)) if from_source else None
-                before = spec.ports[port][0] if spec.ports else spec.watermark_before
-                mark = marks[header.index] if marks else before
-                arrivals.append(Arrival(frame, header.origin, header.index, from_source, mark, port))
-        # Blobs arrive in any order; sorting by where they come from makes the input deterministic.
-        arrivals.sort(key=lambda a: (a.port, order[StageId(a.origin)], a.index))
+        arrivals = self._arrivals(stage, spec, blobs, report, context)
         report.rows_in = sum(a.frame.height for a in arrivals)
         if container is not None and not spec.quiet:
             self._measure(spec, container, arrivals, stage.keyed.key, report)
         began = time.perf_counter()
-        tick = Tick(spec.epoch, spec.watermark_before, spec.watermark, spec.clock_ms, spec.ports)
+        tick = Tick(spec.epoch, spec.watermark_before, spec.watermark, spec.clock_ms, spec.ports, stage.tells)
         applied: Applied = stage.keyed.apply(container.table if container else None, arrivals, tick)
-        report.late[spec.stage] = applied.late
+        report.late[spec.stage] = report.late.get(spec.stage, 0) + applied.late
         self._set_aside(applied.dead, spec, context)
         busy = (time.perf_counter() - began) * 1000
         frame = applied.frame
         report.by_operator[stage.root.id] = (report.rows_in, frame.height, busy)
-        if ORDER not in frame.columns:
-            frame = frame.hstack([pl.Series(ORDER, np.zeros(frame.height, dtype=np.uint64))])
-        return in_due_order(frame, stage.keyed.due) if stage.keyed.due is not None else frame
+        frame = in_due_order(frame, stage.keyed.due)
+        return frame if stage.tells or stage.forks else without(frame, order_of(frame))
+
+    def _arrivals(
+        self, stage: Stage, spec: TaskSpec, blobs: Sequence[bytes], report: TaskReport, context: StepContext
+    ) -> list[Arrival]:
+        """What came, in an order of its own: blobs come in any."""
+        assert stage.keyed is not None
+        edges = {(e.upstream, e.port): e for e in stage.ins}
+        order = {e.upstream: i for i, e in enumerate(stage.ins)}
+        arrivals: list[Arrival] = []
+        wholes: dict[tuple[int, StageId], list[tuple[int, pl.DataFrame]]] = {}
+        marks: dict[tuple[int, StageId], list[tuple[int, pl.DataFrame]]] = {}
+        for blob in blobs:
+            header, frames = unpack_blob(blob)
+            origin = StageId(header.origin)
+            for port, frame in frames:
+                if port < 0:
+                    marks.setdefault((MARKS - port, origin), []).append((header.index, frame))
+                elif edges[origin, port].whole:
+                    wholes.setdefault((port, origin), []).append((header.index, frame))
+                else:
+                    from_source = self.plan.by_id[origin].source is not None
+                    before = spec.arrivals.get(at_port(origin, port)) if from_source else None
+                    mark = before[header.index] if before else self._before(spec, port)
+                    arrivals.append(Arrival(frame, header.origin, header.index, from_source, mark, port))
+        arrivals.sort(key=lambda a: (a.port, order[StageId(a.origin)], a.index))
+        for (port, origin), found in sorted(wholes.items(), key=lambda item: (item[0][0], order[item[0][1]])):
+            edge = edges[origin, port]
+            frame = in_tag_order(stacked_by_tags([f for _, f in sorted(found, key=lambda pair: pair[0])]))
+            if edge.marked:
+                told = [f for _, f in sorted(marks.get((port, origin), []), key=lambda pair: pair[0])]
+                frame = marked(frame, told, PUNCTUATION)
+            elif stage.keyed.timed:
+                frame = self._with_upstream_time(frame, origin)
+            ways = [e.upstream for e in stage.ins if e.port == port]
+            if len(ways) > 1 and stage.depth:
+                frame = of_origin(frame, ways.index(origin), stage.depth)
+            prepared = stage.keyed.prepare(frame, True, port, spec.clock_ms * 1000)
+            report.late[spec.stage] = report.late.get(spec.stage, 0) + prepared.late
+            self._set_aside(prepared.dead, spec, context)
+            rows = without(prepared.frame, (PUNCTUATION,))
+            if rows.height:
+                rows = _with_hashes(rows, stage.keyed.key)
+                known = spec.arrivals.get(at_port(origin, port)) if edge.marked else None
+                arrivals.append(Arrival(rows, origin, 0, True, known[0] if known else self._before(spec, port), port))
+        return arrivals
+
+    @staticmethod
+    def _before(spec: TaskSpec, port: int) -> int:
+        return spec.ports[port][0] if spec.ports else spec.watermark_before
+
+    def _with_upstream_time(self, frame: pl.DataFrame, origin: StageId) -> pl.DataFrame:
+        """Rows of a keyed stage with time, each with how far time had come there, less what its rows may lie behind.
+
+        A result was due when the watermark passed its time: before it was given, time had not come quite so far. What
+        the end of the input alone made due says nothing of time.
+        """
+        keyed = self.plan.by_id[origin].keyed
+        assert keyed is not None
+        reached, *rest = tag_columns(frame)
+        was_due = rest[0] == 0 if keyed.hands_on else np.ones(len(reached), dtype=np.bool_)
+        plain = (reached != NEVER) & (reached != FOREVER)
+        return with_column(frame, pl.Series(PUNCTUATION, np.where(plain, reached - was_due - keyed.due_hold_us, NEVER)))
 
     @staticmethod
     def _measure(
@@ -668,17 +735,28 @@ class Worker:
     # -- after the root ------------------------------------------------------------------------------------------
 
     def _steps(
-        self, stage: Stage, root: pl.DataFrame, report: TaskReport, context: StepContext
+        self, stage: Stage, root: pl.DataFrame, index: int, report: TaskReport, context: StepContext
     ) -> dict[str, pl.DataFrame]:
         frames = {stage.root.id: root}
         for node in stage.steps:
             began = time.perf_counter()
             inputs = [frames[i] for i in node.inputs if i in frames]
             if node.step is None:
-                frames[node.id] = _union(inputs)
+                frame = _union(inputs)
+                if node.by is not None and stage.tells:
+                    frame = with_column(frame, frame[node.by].cast(pl.Datetime("us")).alias(BY))
+                frames[node.id] = frame
                 continue
             frame = inputs[0]
-            result = node.step.run(frame, context) if frame.height else _nothing(node, frame)
+            if not frame.height:
+                result = _nothing(node, frame)
+            elif node.id in stage.by_row:
+                assert isinstance(node.step, BatchStep)
+                result = node.step.by_row(frame, context)
+            else:
+                result = node.step.run(frame, context)
+                if stage.source is not None and order_of(frame) and not order_of(result):
+                    result = result.hstack([positions(index, result.height)])
             busy = (time.perf_counter() - began) * 1000
             report.by_operator[node.id] = (frame.height, result.height, busy)
             frames[node.id] = result
@@ -697,9 +775,11 @@ class Worker:
             edges = [e for e in stage.outs if e.downstream == downstream]
             shares: list[list[tuple[int, pl.DataFrame]]] = [[] for _ in range(spec.instances[downstream])]
             for edge in edges:
-                split = self._split(stage, edge, spec, frames[edge.node], report, context)
+                split, marks = self._split(stage, edge, spec, frames[edge.node], report, context)
                 for share, frame in zip(shares, split, strict=True):
                     share.append((edge.port, frame))
+                    if marks is not None:
+                        share.append((MARKS - edge.port, marks))
             blobs = [pack_blob(spec.stage, spec.index, share) for share in shares]
             report.bytes_out[downstream] = [len(b) for b in blobs]
             out.update({(downstream, c): b for c, b in enumerate(blobs)})
@@ -713,35 +793,45 @@ class Worker:
         frame: pl.DataFrame,
         report: TaskReport,
         context: StepContext,
-    ) -> list[pl.DataFrame]:
-        """Prepare rows for the operator downstream, and cut them by the owner of their slice."""
-        target = self.plan.by_id[edge.downstream]
-        operator = target.keyed
+    ) -> tuple[list[pl.DataFrame], pl.DataFrame | None]:
+        """Prepare rows for the operator downstream, and cut them by the owner of their slice; and what all of its
+        containers must know of when time rose, if anything.
+        """
+        operator = self.plan.by_id[edge.downstream].keyed
         assert operator is not None
         here = at_port(edge.downstream, edge.port)
         punctuated = stage.source is not None and stage.source.punctuated
         if punctuated:  # it alone says how far time has come, rows or not
             report.time_max[here] = context.punctuation
         if not frame.height:
-            return [frame] * spec.instances[edge.downstream]
-        in_source_order = stage.source is not None and edge.ordered
-        if stage.source is not None and ORDER in frame.columns:
-            frame = without(frame, (ORDER,))  # it has served: the rows are in source order
-        prepared = operator.prepare(frame, in_source_order, edge.port, spec.clock_ms * 1000)
-        if prepared.time_max is not None and not punctuated:
-            report.time_max[here] = max(prepared.time_max, report.time_max.get(here, NEVER))
-        report.late[edge.downstream] = report.late.get(edge.downstream, 0) + prepared.late
-        self._set_aside(prepared.dead, spec, context)
-        rows = without(prepared.frame, (PUNCTUATION,))
-        schema = rows.schema
-        floats = [k for k in operator.key if schema[k].is_float()]
-        if floats:  # -0.0 and 0.0 are one key: whichever came first must not show
-            rows = rows.with_columns(one_zero(pl.col(k)).alias(k) for k in floats)
+            return [frame] * spec.instances[edge.downstream], None
+        if not edge.tagged:
+            frame = without(frame, order_of(frame))
+        elif edge.numbered and (stage.multiplies or stage.keyed is not None):
+            frame = numbered(frame)
+        marks = None
+        if edge.whole:
+            if edge.marked:
+                times = usable_times(frame, operator.time_at(edge.port))
+                if not punctuated:
+                    report.time_max[here] = max(int(times.max()), report.time_max.get(here, NEVER))
+                marks = marks_of(frame, frame[PUNCTUATION].to_numpy() if PUNCTUATION in frame.columns else times)
+            unused = (PUNCTUATION,) if operator.time_at(edge.port) == BY else (PUNCTUATION, BY)
+            rows, key = without(frame, unused), operator.keys_at(edge.port)
+        else:
+            in_time = edge.tagged and operator.timed and stage.keyed is not None and stage.keyed.timed
+            given = self._with_upstream_time(frame, stage.id) if in_time else frame
+            prepared = operator.prepare(given, stage.source is not None or in_time, edge.port, spec.clock_ms * 1000)
+            if prepared.time_max is not None and not punctuated:
+                report.time_max[here] = max(prepared.time_max, report.time_max.get(here, NEVER))
+            report.late[edge.downstream] = report.late.get(edge.downstream, 0) + prepared.late
+            self._set_aside(prepared.dead, spec, context)
+            rows, key = without(prepared.frame, (PUNCTUATION, BY)), operator.key
+        rows = _with_hashes(rows, key)
         report.rows_out += rows.height
-        hashes = hash_columns(rows, operator.key)
-        rows = rows.hstack([pl.Series(HASH, hashes, dtype=pl.UInt64)])
-        to = edge.downstream
-        return split_by_owner(rows, hashes, spec.slicemaps[to], spec.owners[to], spec.instances[to])
+        hashes = rows[HASH].to_numpy()
+        owners, instances = spec.owners[edge.downstream], spec.instances[edge.downstream]
+        return split_by_owner(rows, hashes, spec.slicemaps[edge.downstream], owners, instances), marks
 
     @staticmethod
     def _set_aside(dead: Sequence[Dead], spec: TaskSpec, context: StepContext) -> None:
@@ -848,17 +938,33 @@ def split_by_owner(
     return [rows_where(rows, owner == c) for c in range(instances)]
 
 
+def _with_hashes(rows: pl.DataFrame, key: Sequence[str]) -> pl.DataFrame:
+    """Rows with the hash of their key."""
+    schema = rows.schema
+    floats = [k for k in key if schema[k].is_float()]
+    if floats:  # -0.0 and 0.0 are one key: whichever came first must not show
+        rows = rows.with_columns(one_zero(pl.col(k)).alias(k) for k in floats)
+    return with_column(rows, pl.Series(HASH, hash_columns(rows, key), dtype=pl.UInt64))
+
+
 def _nothing(node: Node, frame: pl.DataFrame) -> pl.DataFrame:
     """No rows, with the hidden columns that rows would have: tasks must agree on columns, whatever they get."""
-    lost = (DUE, ORDER) if isinstance(node.step, BatchStep) else ()
-    return pl.DataFrame(schema={**node.schema, **{c: frame.schema[c] for c in tags(frame) if c not in lost}})
+    return pl.DataFrame(schema={**node.schema, **{c: frame.schema[c] for c in tags(frame)}})
 
 
-def in_due_order(frame: pl.DataFrame, column: str) -> pl.DataFrame:
-    due = frame[column].cast(pl.Int64).alias(DUE)
-    frame = with_column(frame, due)
-    # An operator gives its rows in order of key; those of a single window are in order as they are.
-    return frame if not frame.height or due.min() == due.max() else frame.sort(DUE, ORDER, maintain_order=True)
+def in_due_order(frame: pl.DataFrame, column: str | None) -> pl.DataFrame:
+    """What an operator gave: by when rows were due and the hash of their key. Rows with tags of their own are put in
+    order where they arrive.
+    """
+    if order_of(frame):
+        return frame
+    rows = frame.height
+    if DUE in frame.columns:
+        due = frame[DUE].to_numpy()
+    else:
+        due = frame[column].cast(pl.Int64).to_numpy() if column is not None else np.zeros(rows, dtype=np.int64)
+    hashes = signed(frame[ORDER].to_numpy()) if ORDER in frame.columns else np.zeros(rows, dtype=np.int64)
+    return in_tag_order(with_tags(without(frame, (DUE, ORDER)), [due, hashes]))
 
 
 def punctuated_rows(frame: pl.DataFrame, marks: Sequence[tuple[int, int]]) -> tuple[pl.DataFrame, int]:
@@ -874,10 +980,9 @@ def punctuated_rows(frame: pl.DataFrame, marks: Sequence[tuple[int, int]]) -> tu
 def _union(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     if len(frames) == 1:
         return frames[0]
-    tagged = all(ORDER in f.columns for f in frames)
-    names = [c for c in frames[0].columns if all(c in f.columns for f in frames)]
-    whole = pl.concat([pick(f, names) for f in frames])
-    return whole.sort([c for c in (DUE, ORDER) if c in names], maintain_order=True) if tagged else whole
+    some = [f for f in frames if f.height] or list(frames[:1])
+    width = max(len(order_of(f)) for f in some)
+    return in_tag_order(stacked_by_tags([widened(f, width) for f in some]))
 
 
 def _left(spec: TaskSpec, error: SystemExit) -> TaskError:

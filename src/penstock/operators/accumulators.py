@@ -284,6 +284,12 @@ class Kept:
 _TOO_WIDE = tuple(t for t in (getattr(pl, n, None) for n in ("Int128", "UInt128")) if t is not None)
 
 
+DECIMALS = (
+    "Decimals are not aggregated. For exact results count in whole units, (pl.col('price') * 100).cast(pl.Int64); else "
+    ".cast(pl.Float64)."
+)
+
+
 def kept(operator: str, aggregate: object, dtype: pl.DataType) -> Kept:
     """How to keep values of a column, or a FlowError."""
     if dtype.is_unsigned_integer() and dtype not in _TOO_WIDE:
@@ -298,7 +304,9 @@ def kept(operator: str, aggregate: object, dtype: pl.DataType) -> Kept:
         return Kept(dtype, pl.Binary())
     raise FlowError(
         f"operator '{operator}': {aggregate} cannot keep values of type {dtype}.",
-        remedy="Use a column of numbers, times, text, bytes or booleans: cast it, or unpack lists and structs first.",
+        remedy=DECIMALS
+        if dtype.is_decimal()
+        else "Use a column of numbers, times, text, bytes or booleans: cast it, or unpack lists and structs first.",
         operator=operator,
     )
 

@@ -30,10 +30,13 @@ import polars as pl
 
 from penstock.errors import FlowError
 from penstock.frames import pick, stacked, take
-from penstock.operators.accumulators import Accumulator, Column, Columns, Kept, kept
+from penstock.operators.accumulators import DECIMALS, Accumulator, Column, Columns, Kept, kept
 from penstock.operators.aggregators import Aggregator, Defined
 from penstock.operators.base import (
+    DUE,
+    FOREVER,
     HASH,
+    ORDER,
     Applied,
     Arrival,
     KeyedOperator,
@@ -42,11 +45,11 @@ from penstock.operators.base import (
     canonical,
     in_order,
     one_zero,
-    order_of,
     unique_keys,
     visible,
 )
-from penstock.operators.picks import Moments, Pick, PickBy
+from penstock.operators.order import order_of
+from penstock.operators.picks import Moments, Pick, PickBy, PickRow
 from penstock.operators.sketches import ApproxDistinct, Collect, Distinct, HeavyHitters, Quantiles, Top
 from penstock.state.hashing import hashable
 from penstock.state.table import KeyedTable, TableSpec, ValueType, numeric
@@ -119,13 +122,44 @@ def std(column: Columnar, ddof: int = 1) -> Aggregate:
 
 
 def first(column: Columnar, by: Columnar | None = None) -> Aggregate:
-    """First non-null value: in source order, or of the row with the least ``by`` (of several, the least value)."""
+    """First non-null value: in source order, or of the row with the least ``by`` (of several, the least value).
+
+    For several columns of one row use ``first_row``: ``first`` takes each column by itself.
+    """
     return Aggregate("first", *_expr(column), {} if by is None else {"by": _expr(by)})
 
 
 def last(column: Columnar, by: Columnar | None = None) -> Aggregate:
-    """Last non-null value: in source order, or of the row with the greatest ``by`` (of several, the greatest value)."""
+    """Last non-null value: in source order, or of the row with the greatest ``by`` (of several, the greatest value).
+
+    For several columns of one row use ``last_row``: ``last`` takes each column by itself.
+    """
     return Aggregate("last", *_expr(column), {} if by is None else {"by": _expr(by)})
+
+
+def first_row(*columns: Columnar, by: Columnar) -> Aggregate:
+    """The values of the row with the least ``by``, as a struct; of several such rows, the one with the least values."""
+    return _row("first_row", columns, by)
+
+
+def last_row(*columns: Columnar, by: Columnar) -> Aggregate:
+    """The values of the row with the greatest ``by``, as a struct; of several, the row with the greatest values.
+
+    The values stay together: ``last("a", by="t")`` and ``last("b", by="t")`` may come from two rows of one time.
+    """
+    return _row("last_row", columns, by)
+
+
+def _row(kind: str, columns: Sequence[Columnar], by: Columnar) -> Aggregate:
+    pairs = [_expr(c) for c in columns]
+    names = [e.meta.output_name() for e, _ in pairs]
+    if not pairs or len(set(names)) < len(names):
+        raise FlowError(
+            f"{kind}: it takes the columns that are wanted, each under a name of its own, not {names}.",
+            remedy=f'For example ps.{kind}("page", "price", by="at").',
+        )
+    label = ", ".join(name for _, name in pairs)
+    return Aggregate(kind, pairs[0][0], label, {"row": [e for e, _ in pairs], "names": names, "by": _expr(by)})
 
 
 def collect(column: Columnar, limit: int | None = None) -> Aggregate:
@@ -233,6 +267,12 @@ def compile_aggregate(operator: str, name: str, aggregate: Aggregate, schema: pl
         for column in options["columns"]:
             _dtype_of(operator, aggregate, column, schema)
         return Defined(operator, name, options["aggregator"], options["columns"], options["dtype"])
+    if "row" in options:
+        by, _ = options["by"]
+        by_keep = kept(operator, aggregate, _dtype_of(operator, aggregate, by, schema))
+        keeps = [kept(operator, aggregate, _dtype_of(operator, aggregate, e, schema)) for e in options["row"]]
+        parts = list(zip(options["names"], options["row"], keeps, strict=True))
+        return PickRow(name, parts, by, by_keep, aggregate.kind == "last_row")
     dtype = _dtype_of(operator, aggregate, x, schema)
     match aggregate.kind:
         case "count":
@@ -323,7 +363,7 @@ def _total(operator: str, name: str, aggregate: Aggregate, x: pl.Expr, dtype: pl
 def _not_numbers(operator: str, aggregate: Aggregate, dtype: pl.DataType) -> FlowError:
     return FlowError(
         f"operator '{operator}': {aggregate} needs numbers, but its column has type {dtype}.",
-        remedy="Cast the column to a number first, or use count, min or max.",
+        remedy=DECIMALS if dtype.is_decimal() else "Cast the column to a number first, or use count, min or max.",
         operator=operator,
     )
 
@@ -343,7 +383,7 @@ def _extreme(operator: str, name: str, aggregate: Aggregate, x: pl.Expr, dtype: 
     if dtype.is_nested() or dtype.is_decimal():
         raise FlowError(
             f"operator '{operator}': {aggregate} cannot compare values of type {dtype}.",
-            remedy="Use a column of numbers, times, text or booleans.",
+            remedy=DECIMALS if dtype.is_decimal() else "Use a column of numbers, times, text or booleans.",
             operator=operator,
         )
     keep = kept(operator, aggregate, dtype)
@@ -482,6 +522,10 @@ class RunningAggregate(KeyedOperator):
         self.key_schema = pl.Schema({k: schema[k] for k in key})
         self.output = pl.Schema({**self.key_schema, **self.accumulators.output})
 
+    @property
+    def ordered(self) -> bool:
+        return not self.accumulators.associative
+
     def table(self) -> TableSpec:
         return TableSpec(self.key_schema, self.accumulators.values)
 
@@ -529,10 +573,42 @@ class RunningAggregate(KeyedOperator):
         return f"aggregate {self.accumulators.describe()}"
 
 
+class FinalAggregate(RunningAggregate):
+    """``aggregate(..., emit="final")``: each key once, when the input has ended."""
+
+    timed = True
+    scans = True
+    hold_us = 2**62
+    """Until the end nobody behind it learns anything of time from it."""
+
+    def __init__(self, id: str, key: Sequence[str], aggregates: Mapping[str, Aggregate], schema: pl.Schema) -> None:
+        super().__init__(id, key, aggregates, schema)
+        self.identity = None
+
+    def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied:
+        assert table is not None
+        super().apply(table, arrivals, tick)
+        nothing = pl.DataFrame(schema={**self.output, DUE: pl.Int64(), ORDER: pl.UInt64()})
+        if tick.watermark != FOREVER or tick.watermark_before == FOREVER:
+            return Applied(nothing)
+        rows = table.live_rows()
+        keys = table.keys(rows)
+        out = keys.hstack(self.accumulators.raw(table, rows)).select(*self.key, *self.accumulators.results())
+        due = pl.Series(DUE, np.full(len(rows), FOREVER), dtype=pl.Int64)
+        return Applied(canonical(out, table.hashes(rows)).hstack([due]) if len(rows) else nothing)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "emit": "final"}
+
+    def describe(self) -> str:
+        return f"{super().describe()} at the end"
+
+
 __all__ = [
     "Accumulators",
     "Aggregate",
     "Aggregator",
+    "FinalAggregate",
     "RunningAggregate",
     "aggregator",
     "approx_distinct",
@@ -540,8 +616,10 @@ __all__ = [
     "count",
     "distinct",
     "first",
+    "first_row",
     "heavy_hitters",
     "last",
+    "last_row",
     "max",
     "mean",
     "min",

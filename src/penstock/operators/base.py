@@ -11,11 +11,12 @@ Both must be pure functions of their arguments: an epoch that runs again gives t
 columns whose names begin with ``__``:
 
 * ``__h``: the stable hash of the exchange key;
-* ``__o``: the hash of the key that produced a row, by which an order-sensitive operator sees the same order whatever
-  the parallelism;
-* ``__due``: when a result was due (the end of its window). It comes before the hash, so that two windows give their
-  rows in one order whether they close in one epoch or in two;
-* ``__w``: on rows of a source that sends punctuation, the last punctuation before the row.
+* ``__o0``, ``__o1`` ...: the order of the input that caused a row (``order.py``), where somebody behind needs it. An
+  operator that does not hand on the order of its input gives ``__o``, the hash of the key that made a row, and the task
+  makes tags of it and of ``__due``, when the row was due;
+* ``__w``: what the rows up to a row have promised, where that is not the greatest event time of the rows themselves:
+  the last punctuation of the source, or how far time has come behind a keyed stage;
+* ``__by``: the time by which rows of several sources are put in order (``union(by=)``).
 
 **Time.** An operator with ``timed`` has a watermark for each of its ports. The watermark *at a row* is what the rows
 before it, in the order of its own source, have promised: the last punctuation, or the greatest event time less the
@@ -34,13 +35,15 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from penstock.frames import sorted_by, with_column, without
+from penstock.frames import sorted_by, with_column
+from penstock.operators.order import in_tag_order, order_of, stacked_by_tags
 from penstock.state.table import KeyedTable, TableSpec
 
 HASH = "__h"
 ORDER = "__o"
 DUE = "__due"
 PUNCTUATION = "__w"
+BY = "__by"
 
 NEVER = -(2**63) + 1
 """A watermark before all time: nothing is late, nothing is closed."""
@@ -52,14 +55,9 @@ def visible(columns: Sequence[str]) -> list[str]:
     return [c for c in columns if not c.startswith("__")]
 
 
-def order_of(frame: pl.DataFrame) -> list[str]:
-    """The hidden columns that say in which order the rows of a keyed stage are to be seen."""
-    return [c for c in (DUE, ORDER) if c in frame.columns]
-
-
 def tags(frame: pl.DataFrame) -> list[str]:
     """The hidden columns that a stateless step hands on."""
-    return [c for c in (DUE, ORDER, PUNCTUATION) if c in frame.columns]
+    return [*order_of(frame), *(c for c in (PUNCTUATION, BY) if c in frame.columns)]
 
 
 Dead = tuple[str, str, str, str]
@@ -125,6 +123,8 @@ class Tick:
     clock_ms: int = 0
     ports: tuple[tuple[int, int], ...] = ()
     """For an operator with several inputs: watermark before and after, of each port."""
+    tells: bool = False
+    """Somebody behind needs to know which row caused which: rows that are handed on carry their order."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,33 @@ class KeyedOperator(ABC):
     """How far behind the watermark an output row's own time may lie."""
     scans: bool = True
     """It looks at all of its state, and not only at the keys that came: then all of it must be in the table."""
+    hands_on: bool = False
+    """It gives rows for single rows of its input, in their order."""
     due: str | None = None
     """The output column that says when the watermark let a row go, if there is one: rows go on in that order."""
+
+    @property
+    def ordered(self) -> bool:
+        """Its results depend on the order in which the rows of a key come."""
+        return False
+
+    @property
+    def merges(self) -> bool:
+        """If it has several inputs, their rows must be brought into one order before it."""
+        return self.ordered or self.hands_on
+
+    @property
+    def due_hold_us(self) -> int:
+        """How far behind the time at which it was due an output row's own time may lie."""
+        return self.hold_us
+
+    def keys_at(self, port: int) -> tuple[str, ...]:
+        """The key in the rows of an input, before ``prepare``."""
+        return self.key
+
+    def time_at(self, port: int) -> str | None:
+        """The column of event time in the rows of an input."""
+        return None
 
     @abstractmethod
     def table(self) -> TableSpec | None:
@@ -161,8 +186,9 @@ class KeyedOperator(ABC):
 
     @abstractmethod
     def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
-        """Before the exchange. ``from_source``: the rows are one split of a source, in order. ``port``: which input.
-        ``clock_us``: the clock of the epoch.
+        """Before the exchange; behind keyed stages after it, if order matters (``Edge.whole``). ``from_source``: the
+        rows are in order, those of one split of a source or of all its rows, so that the watermark at each can be told.
+        ``port``: which input. ``clock_us``: the clock of the epoch.
         """
 
     @abstractmethod
@@ -177,31 +203,17 @@ class KeyedOperator(ABC):
 
 
 def in_order(arrivals: Sequence[Arrival]) -> pl.DataFrame:
-    """All rows of an epoch in an order that does not depend on the parallelism.
-
-    From a source: by task, then position, which is source order. From a keyed stage: by the time a result was due, if
-    it has one, then the hash of the key that made the row, then position; where a user's batch function lost track of
-    that, by the rows' whole content.
+    """All rows of an epoch in an order that does not depend on the parallelism: by their tags, or as a source has them:
+    by task, then position. The tags stay.
     """
-    frames: list[pl.DataFrame] = []
-    keyed: dict[str, list[pl.DataFrame]] = {}
-    for a in arrivals:
-        if a.from_source:
-            frames.append(a.frame)
-        else:
-            keyed.setdefault(a.origin, []).append(a.frame)
-    for origin in keyed.values():
-        whole = pl.concat(origin) if len(origin) > 1 else origin[0]
-        by = order_of(whole)
-        whole = whole.sort(by or [c for c in whole.columns if c != HASH], maintain_order=True, nulls_last=True)
-        frames.append(without(whole, (DUE, ORDER)))
-    return pl.concat(frames) if len(frames) != 1 else frames[0]
+    whole = stacked_by_tags([a.frame for a in arrivals])
+    return in_tag_order(whole)
 
 
 def row_watermarks(frame: pl.DataFrame, times_us: np.ndarray, lateness_us: int) -> np.ndarray:
     """The watermark at each row of a split of a source, as far as the split itself tells."""
-    seen = frame[PUNCTUATION].to_numpy() if PUNCTUATION in frame.columns else times_us
-    reached = np.maximum.accumulate(seen)
+    given = PUNCTUATION in frame.columns  # what has been promised up to each row
+    reached = frame[PUNCTUATION].to_numpy() if given else np.maximum.accumulate(times_us)
     return np.where(reached == NEVER, reached, reached - lateness_us)
 
 

@@ -55,11 +55,12 @@ from penstock.operators.custom import (
     build_custom,
     check_time,
     group_by_key,
-    in_time_order,
     instance,
+    with_marks,
     with_times,
 )
 from penstock.operators.event_time import Duration
+from penstock.operators.order import tag_columns, with_tags
 from penstock.operators.statelayout import MsgspecCodec, type_name
 from penstock.operators.statelib import from_us
 from penstock.operators.steps import user_code_error
@@ -291,6 +292,7 @@ class Batched(KeyedOperator):
     """Runs a user's ``BatchOperator``."""
 
     scans = False
+    hands_on = True
 
     def __init__(
         self,
@@ -353,6 +355,13 @@ class Batched(KeyedOperator):
                     operator=self.id,
                 ) from None
 
+    @property
+    def ordered(self) -> bool:
+        return True
+
+    def time_at(self, port: int) -> str | None:
+        return self.on
+
     def table(self) -> TableSpec | None:
         if not self.columns:
             return None
@@ -368,10 +377,13 @@ class Batched(KeyedOperator):
         arrivals = [a for a in arrivals if a.frame.height]
         if not arrivals:
             return Applied(pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}))
-        ordered = in_time_order(arrivals, tick, self.lateness_us) if self.timed else in_order(arrivals)
+        ordered = with_marks(arrivals, tick) if self.timed else in_order(arrivals)
         frame, starts = group_by_key(ordered.sort(HASH, maintain_order=True), self.key)
         hashes = frame[HASH].to_numpy()
         marks = frame[MARK].to_numpy() if self.timed else None
+        tags = tag_columns(frame) if tick.tells else []
+        if tags and marks is not None:
+            tags = [marks, np.ones(len(marks), dtype=np.int64), *tags]
         frame = frame.select(self.schema.names())
         batch = Batch(frame, frame.select(self.key)[starts], starts, _as_times(marks), tick.clock_ms)
         new = np.ones(len(starts), dtype=np.bool_)
@@ -386,6 +398,8 @@ class Batched(KeyedOperator):
                 self._store(table, rows, state)
         except (Exception, SystemExit) as error:
             raise user_code_error(self.id, tick.epoch, frame.row(0, named=True), error) from error
+        if tags:
+            return Applied(self._handed_on(out, tags, hashes, starts))
         return Applied(self._tagged(out, hashes, hashes[starts]))
 
     def _result(self, given: Any) -> pl.DataFrame:
@@ -411,6 +425,23 @@ class Batched(KeyedOperator):
             table.column(f"__s.{name}")[rows] = value
         if state._forgotten.any():
             table.delete(rows[state._forgotten])
+
+    def _handed_on(
+        self, out: pl.DataFrame, tags: Sequence[np.ndarray], hashes: np.ndarray, starts: np.ndarray
+    ) -> pl.DataFrame:
+        """With the tags of the row that caused each. What is not one row for each row, as it came, is taken to be
+        caused by the last row of its key.
+        """
+        made = hash_columns(out, self.key)
+        if np.array_equal(made, hashes):
+            return with_tags(out, tags)
+        lasts = np.append(starts[1:], len(hashes)) - 1
+        unknown = ~np.isin(made, hashes)
+        if unknown.any():
+            key = out.select(self.key).row(int(np.argmax(unknown)))
+            raise ValueError(f"on_batch gave a row of the key {key}, which is not in its batch: nobody can tell when")
+        cause = lasts[np.searchsorted(hashes[lasts], made)]
+        return with_tags(out, [values[cause] for values in tags])
 
     def _tagged(self, out: pl.DataFrame, row_hashes: np.ndarray, key_hashes: np.ndarray) -> pl.DataFrame:
         """With the hash of each row's key, in its order. Rows, or keys, as they came need no sorting."""

@@ -29,10 +29,10 @@ from penstock.operators.base import (
     Prepared,
     Tick,
     in_order,
-    order_of,
     unique_keys,
 )
 from penstock.operators.event_time import Window
+from penstock.operators.order import order_of, tag_columns, with_tags
 from penstock.operators.sessions import read_columns, stable_order
 from penstock.operators.windows import WINDOW_END, WINDOW_START, mix_low
 from penstock.state.table import KeyedTable, TableSpec, numeric
@@ -98,6 +98,8 @@ def last_rows(size: int, *, every: int = 1, partial: bool = False) -> CountSpec:
 class CountWindowAggregate(KeyedOperator):
     """``key_by(...).window(ps.last_rows(...)).aggregate(...)``."""
 
+    hands_on = True
+
     def __init__(
         self, id: str, key: Sequence[str], window: CountSpec, aggregates: Mapping[str, Aggregate], schema: pl.Schema
     ) -> None:
@@ -112,6 +114,10 @@ class CountWindowAggregate(KeyedOperator):
         numbers = {WINDOW_START: pl.Int64(), WINDOW_END: pl.Int64()}
         self.output = pl.Schema({**self.key_schema, **numbers, **self.accumulators.output})
         self.table_key = pl.Schema({**self.key_schema, _PANE: pl.Int64()})
+
+    @property
+    def ordered(self) -> bool:
+        return True
 
     def table(self) -> TableSpec:
         return TableSpec(self.table_key, {**self.accumulators.values, "__n": numeric(np.int64, 0)})
@@ -133,7 +139,11 @@ class CountWindowAggregate(KeyedOperator):
         more = np.bincount(key, minlength=firsts.size)
         table.column("__n")[counters] = before + more
         self._add(table, frame, hashes, keys, key, before[key] + _rank(key))
-        out = self._windows(table, hashes, keys, before, before + more)
+        out, window_key, end = self._windows(table, hashes, keys, before, before + more)
+        if tick.tells:  # the row that filled a window caused it
+            begins = np.cumsum(more) - more
+            cause = stable_order(key)[begins[window_key] + end - 1 - before[window_key]]
+            out = with_tags(out.drop(ORDER), [values[cause] for values in tag_columns(frame)])
         self._forget(table, hashes, keys, before, before + more)
         return Applied(out)
 
@@ -157,7 +167,8 @@ class CountWindowAggregate(KeyedOperator):
 
     def _windows(
         self, table: KeyedTable, hashes: np.ndarray, keys: pl.DataFrame, before: np.ndarray, after: np.ndarray
-    ) -> pl.DataFrame:
+    ) -> tuple[pl.DataFrame, np.ndarray, np.ndarray]:
+        """The windows that are full; of each the number of its key, and of its last row."""
         w = self.window
         counts = after // w.every - before // w.every
         key = np.repeat(np.arange(counts.size), counts)
@@ -172,7 +183,8 @@ class CountWindowAggregate(KeyedOperator):
             self._some_windows(table, hashes, keys, key[i : i + step], begin[i : i + step], end[i : i + step])
             for i in range(0, key.size, step)
         ]
-        return pl.concat(parts) if parts else pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()})
+        out = pl.concat(parts) if parts else pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()})
+        return out, key, end
 
     def _some_windows(
         self,

@@ -19,8 +19,11 @@ in order of their hash give output that is in canonical order without another so
 the row*: before an event is handled, the timers of its key that are due by then fire, in order of time; after the rows
 of the epoch those fire, of all keys, that its watermark has passed. A key's next event is never behind that watermark,
 so which of the two calls a timer makes no difference: the cut into epochs does not show. For the same reason a timer
-sees the world as of its own time, not as of the watermark that happened to wake it. Rows of a keyed stage come in order
-of their time; as its watermark never overtakes them, each stands for a watermark of its own.
+sees the world as of its own time, not as of the watermark that happened to wake it. A timer that an event sets for the
+very watermark at it fires at once, behind the event.
+
+**Order.** Where order matters behind the operator, every emitted row is tagged: with the order of the row for which it
+was emitted, or with the time of the timer (``order.py``).
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ import gc
 import inspect
 import keyword
 import typing
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, tzinfo
 from functools import cache
 from itertools import islice
@@ -61,6 +65,7 @@ from penstock.operators.base import (
     unique_keys,
 )
 from penstock.operators.event_time import Duration, microseconds, timed_rows
+from penstock.operators.order import signed, stacked_by_tags, tag_columns, with_tags
 from penstock.operators.statelayout import Layout, MsgspecCodec, StateError, StateSpec, declared, is_state
 from penstock.operators.statelib import Cell, Time, Timers, from_us
 from penstock.operators.steps import show, user_code_error
@@ -256,14 +261,16 @@ class Outlet:
     def close_key(self) -> None:
         self.ends.append(len(self.columns[0]))
 
-    def frame(self, id: str, epoch: int, hashes: np.ndarray) -> pl.DataFrame:
-        """All rows, tagged with the hash of the key that made them. ``hashes``: of the keys, in the order closed."""
+    def frame(self, id: str, epoch: int, hashes: np.ndarray | None) -> pl.DataFrame:
+        """All rows, with the hash of the key that made them. ``hashes``: of the keys, in the order closed."""
         made = []
         for (name, dtype), values in zip(self.schema.items(), self.columns, strict=True):
             try:
                 made.append(pl.Series(name, values, dtype=dtype))
             except (pl.exceptions.PolarsError, TypeError, OverflowError, ValueError) as error:
                 raise user_code_error(id, epoch, _misfit(name, dtype, values), _in_short(name, dtype, error)) from error
+        if hashes is None:
+            return pl.DataFrame(made)
         counts: np.ndarray = np.diff(np.asarray(self.ends, dtype=np.int64), prepend=0)
         tags = np.repeat(hashes.astype(np.uint64, copy=False), counts)
         return pl.DataFrame([*made, pl.Series(ORDER, tags, dtype=pl.UInt64)])
@@ -297,6 +304,8 @@ def no_collection() -> Iterator[None]:
 
 class Custom(KeyedOperator):
     """Runs a user's ``Operator`` over the keys of a container."""
+
+    hands_on = True
 
     def __init__(
         self,
@@ -347,6 +356,13 @@ class Custom(KeyedOperator):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None}  # a class made here cannot be found by name elsewhere
 
+    @property
+    def ordered(self) -> bool:
+        return True
+
+    def time_at(self, port: int) -> str | None:
+        return self.on
+
     def table(self) -> TableSpec | None:
         if not self.states and not self.wakes:
             return None
@@ -379,6 +395,8 @@ class Custom(KeyedOperator):
                 made.append(run.wake_the_idle())
         frames = [f for f in made if f is not None and f.height]
         dead = tuple(run.dead)
+        if tick.tells and frames:
+            return Applied(stacked_by_tags(frames), dead=dead)
         if len(frames) == 2:
             return Applied(pl.concat(frames).sort(ORDER, maintain_order=True), dead=dead)
         return Applied(frames[0] if frames else pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}), dead=dead)
@@ -387,7 +405,7 @@ class Custom(KeyedOperator):
         """All rows by the hash of their key; those of one key in source order."""
         if not arrivals:
             return None
-        frame = in_time_order(arrivals, tick, self.lateness_us) if self.timed else in_order(arrivals)
+        frame = with_marks(arrivals, tick) if self.timed else in_order(arrivals)
         return sorted_by(frame, HASH)
 
     def made(self) -> tuple[Any, dict[str, Layout]]:
@@ -442,16 +460,13 @@ def with_times(id: str, frame: pl.DataFrame, on: str, lateness_us: int, from_sou
     return Prepared(frame, int(times.max()) if len(times) else None, dead=dead)
 
 
-def in_time_order(arrivals: Sequence[Arrival], tick: Tick, lateness_us: int) -> pl.DataFrame:
+def with_marks(arrivals: Sequence[Arrival], tick: Tick) -> pl.DataFrame:
     """All rows in order, with the watermark at each, now that it is known what the splits before have seen."""
     marked = []
     for a in arrivals:
-        own = a.frame[MARK].to_numpy() if a.from_source else a.frame[_AT].to_numpy() - lateness_us
-        floor = max(a.watermark if a.from_source else NEVER, tick.watermark_before)
-        frame = with_column(a.frame, pl.Series(MARK, np.maximum(own, floor)))
-        marked.append(Arrival(frame, a.origin, a.index, a.from_source, a.watermark, a.port))
-    frame = in_order(marked)
-    return frame if all(a.from_source for a in arrivals) else frame.sort(_AT, maintain_order=True)
+        marks = np.maximum(a.frame[MARK].to_numpy(), max(a.watermark, tick.watermark_before))
+        marked.append(replace(a, frame=with_column(a.frame, pl.Series(MARK, marks))))
+    return in_order(marked)
 
 
 def build_custom(
@@ -510,14 +525,15 @@ def _span(id: str, value: Duration, what: str) -> int:
 
 
 _PLAIN_LOOP = """
-def loop(call, keys, sizes, events, cells, ends, made, error_of{arguments}):
+def loop(call, keys, sizes, events, cells, ends, made, error_of, note{arguments}):
     key = event = None
+    count = made.__len__
     try:
         for group, (key, size) in enumerate(zip(keys, sizes)):
             for cell, values in cells:
                 cell._data = values[group]
             for event in islice(events, size):
-                call(key, event{arguments})
+                call(key, event{arguments}){after}
             for cell, values in cells:
                 values[group] = cell._take()
             ends.append(len(made))
@@ -527,12 +543,14 @@ def loop(call, keys, sizes, events, cells, ends, made, error_of{arguments}):
 
 
 @cache
-def plain_loop(arguments: int) -> Callable[..., None]:
-    """The loop over events without time, for functions of so many arguments: to write them out in the call, rather
-    than to pass a tuple with a star, makes the whole operator faster by a sixth.
+def plain_loop(arguments: int, tells: bool) -> Callable[..., None]:
+    """The loop over events without time, for functions with this number of arguments: to write them out in the call,
+    rather than to pass a tuple with a star, makes the whole operator faster by a sixth. ``tells``: it notes after each
+    event how many rows there are.
     """
     scope: dict[str, Any] = {"islice": islice}
-    exec(_PLAIN_LOOP.format(arguments="".join(f", a{i}" for i in range(arguments))), scope)
+    after = "; note(count())" if tells else ""
+    exec(_PLAIN_LOOP.format(arguments="".join(f", a{i}" for i in range(arguments)), after=after), scope)
     loop: Callable[..., None] = scope["loop"]
     return loop
 
@@ -556,6 +574,7 @@ class _Run:
         self.table = table
         self.tick = tick
         self.limit = min(tick.watermark, FOREVER - 1)
+        self.tells = tick.tells
         self.time = Time(custom.zone, tick.clock_ms)
         self.timers = Timers(self.time, self._refuse)
         self.cells = {name: spec.cell(self.time) for name, spec in custom.states.items()}
@@ -577,6 +596,10 @@ class _Run:
         """Make ready for the keys of these rows: their states as lists, and an outlet of their own."""
         self.rows = rows
         self.outlet = Outlet(self.custom.output)
+        self.causes: list[int] = []
+        """Of each emitted row the row that caused it, or, of a timer, -1 less the number of the key."""
+        self.moments: list[int] = []
+        """Of each emitted row the watermark at the row that caused it, or the time of the timer."""
         self.slots: list[_Slot] = []
         self.wakes: list[int] = [FOREVER] * count
         self.timer_lists: list[list[tuple[int, str | None]] | None] = [None] * count
@@ -659,33 +682,67 @@ class _Run:
         else:
             self._run_plain(key_values(keys), sizes, events)
         self._store()
-        return self.outlet.frame(self.custom.id, self.tick.epoch, hashes)
+        return self._made(hashes, tag_columns(frame))
+
+    def _made(self, hashes: np.ndarray, tags: Sequence[np.ndarray]) -> pl.DataFrame:
+        """The rows emitted, with their order. ``tags``: of the rows handled."""
+        if not self.tells:
+            return self.outlet.frame(self.custom.id, self.tick.epoch, hashes)
+        out = self.outlet.frame(self.custom.id, self.tick.epoch, None)
+        causes = np.asarray(self.causes, dtype=np.int64)
+        if not self.custom.timed:
+            return with_tags(out, [values[causes] for values in tags])
+        by_timer = causes < 0
+        hash_of = signed(hashes)[np.where(by_timer, -1 - causes, 0)]
+        found = [values[np.where(by_timer, 0, causes)] for values in tags] or [np.zeros(len(causes), dtype=np.int64)]
+        first = np.where(by_timer, hash_of, found[0])
+        rest = [np.where(by_timer, 0, values) for values in found[1:]]
+        return with_tags(out, [np.asarray(self.moments, dtype=np.int64), (~by_timer).astype(np.int64), first, *rest])
+
+    def _note(self, cause: int, moment: int) -> None:
+        """What was emitted since the last call was caused by this."""
+        more = len(self.outlet.columns[0]) - len(self.causes)
+        if more:
+            self.causes.extend([cause] * more)
+            self.moments.extend([moment] * more)
 
     def _run_plain(self, keys: list[Any], sizes: list[int], events: Iterator[Any]) -> None:
         cells = [(slot.cell, slot.values) for slot in self.slots]
         ends, made = self.outlet.ends, self.outlet.columns[0]
-        loop = plain_loop(len(self.on_event_arguments))
-        loop(self.custom.on_event, keys, sizes, events, cells, ends, made, self._error, *self.on_event_arguments)
+        loop = plain_loop(len(self.on_event_arguments), self.tells)
+        after = array("q")
+        call = self.custom.on_event
+        loop(call, keys, sizes, events, cells, ends, made, self._error, after.append, *self.on_event_arguments)
+        if self.tells:
+            so_far: np.ndarray = np.frombuffer(after, dtype=np.int64)
+            made_by: np.ndarray = np.diff(so_far, prepend=0)
+            self.causes = np.repeat(np.arange(len(after)), made_by)  # type: ignore[assignment]
 
     def _run_timed(
         self, keys: list[Any], sizes: list[int], events: Iterator[Any], moments: Iterator[tuple[int, int]]
     ) -> None:
         call = self.custom.on_event
         arguments = self.on_event_arguments
-        time, limit = self.time, self.limit
+        time, limit, tells = self.time, self.limit, self.tells
         key = event = None
+        row = -1
         try:
             for group, (key, size) in enumerate(zip(keys, sizes, strict=True)):
                 self._put(group, key)
                 for event in islice(events, size):
                     at, mark = next(moments)
+                    row += 1
                     if mark >= time._wake:
-                        self._advance(key, mark)
+                        self._advance(key, mark, -1 - group)
                     time._watermark = mark
                     time._now = at if at > mark else mark
                     call(key, event, *arguments)
+                    if tells:
+                        self._note(row, mark)
+                    if mark >= time._wake:  # it has set a timer for this very watermark
+                        self._advance(key, mark, row)
                 if limit >= time._wake:
-                    self._advance(key, limit)
+                    self._advance(key, limit, -1 - group)
                 self._take(group)
         except (Exception, SystemExit) as error:
             raise self._error(key, event, error) from error
@@ -706,17 +763,17 @@ class _Run:
         try:
             for group, key in enumerate(key_values(self.table.keys(rows))):
                 self._put(group, key)
-                self._advance(key, self.limit)
+                self._advance(key, self.limit, -1 - group)
                 self._take(group)
         except (Exception, SystemExit) as error:
             raise self._error(None, None, error) from error
         self._store()
-        return self.outlet.frame(self.custom.id, self.tick.epoch, hashes)
+        return self._made(hashes, [])
 
-    def _advance(self, key: Any, limit: int) -> None:
+    def _advance(self, key: Any, limit: int, cause: int) -> None:
         """Fire the timers of this key that are due by ``limit``, then forget what has expired by then.
 
-        Each timer sees the states as of its own time: what expires later is still there.
+        Each timer sees the states as of its own time: what expires later is still there. ``cause``: see ``causes``.
         """
         time, timers = self.time, self.timers
         arguments = self.on_timer_arguments
@@ -727,8 +784,12 @@ class _Run:
             time._watermark = time._now = self.firing = at
             if self.name_at is not None:
                 arguments[self.name_at] = name
+            timers._firing = True
             self.custom.operator.on_timer(key, from_us(at, time._zone), *arguments)
+            timers._firing = False
             self.firing = None
+            if self.tells:
+                self._note(cause, at)
         timers._closing = False
         self._expire(limit)
         time._wake = self._next_wake()

@@ -22,7 +22,7 @@ import polars as pl
 
 from penstock.errors import FlowError
 from penstock.operators.aggregates import Aggregate
-from penstock.operators.base import Dead, KeyedOperator, visible
+from penstock.operators.base import NEVER, Dead, KeyedOperator, visible
 from penstock.operators.steps import show
 
 Duration = str | timedelta | int | float
@@ -108,6 +108,21 @@ def timed_rows(operator: str, frame: pl.DataFrame, on: str) -> tuple[pl.DataFram
     return frame, time.cast(pl.Datetime("us")).cast(pl.Int64).to_numpy(), dead
 
 
+def usable_times(frame: pl.DataFrame, on: str | None) -> np.ndarray:
+    """Times in microseconds, those that cannot be right as before all time: they say nothing of how far time is."""
+    assert on is not None
+    low, high = _limits(frame.schema[on])
+    physical = frame[on].cast(pl.Int64)
+    dtype = frame.schema[on]
+    if isinstance(dtype, pl.Datetime) and dtype.time_unit == "us" and not physical.null_count() and len(physical):
+        plain: np.ndarray = physical.to_numpy()
+        if low <= plain.min() and plain.max() < high:
+            return plain
+    good = physical.is_between(low, high, closed="left").fill_null(False)
+    times = pl.select(pl.when(good).then(frame[on])).to_series().cast(pl.Datetime("us")).cast(pl.Int64)
+    return times.fill_null(NEVER).to_numpy()
+
+
 def _limits(dtype: pl.DataType) -> tuple[int, int]:
     """The plausible times, as a column of this type stores them (a cast to microseconds might overflow first)."""
     unit_us = 86_400_000_000 if isinstance(dtype, pl.Date) else _US_OF[dtype.time_unit]  # type: ignore[attr-defined]
@@ -117,10 +132,11 @@ def _limits(dtype: pl.DataType) -> tuple[int, int]:
 def _dead_letters(operator: str, frame: pl.DataFrame, on: str, good: pl.Series) -> tuple[Dead, ...]:
     rows = np.flatnonzero(~good.to_numpy())
     bad = frame.select(visible(frame.columns))[rows]
-    empty = bad[on].is_null().to_list()
-    stored = bad[on].to_physical().to_list()
+    times = frame[on][rows]
+    empty = times.is_null().to_list()
+    stored = times.to_physical().to_list()
     # Python's datetime ends in the year 9999: a time beyond it is shown as the number it is.
-    shown = bad.with_columns(bad[on].to_physical().alias(on)).iter_rows(named=True)
+    shown = (bad.with_columns(times.to_physical().alias(on)) if on in bad.columns else bad).iter_rows(named=True)
     return tuple(
         (
             operator,
@@ -146,6 +162,13 @@ class Window(ABC):
     def aggregate(
         self, id: str, key: Sequence[str], aggregates: Mapping[str, Aggregate], schema: pl.Schema
     ) -> KeyedOperator: ...
+
+    def late(self, id: str, key: Sequence[str], schema: pl.Schema) -> KeyedOperator:
+        """The rows that come too late for these windows."""
+        from penstock.operators.late import LateRows
+
+        assert isinstance(self.on, str)
+        return LateRows(id, key, self, self.on, schema)
 
     def over_at(self, times_us: np.ndarray) -> np.ndarray:
         """From which watermark on a row of each time comes too late."""

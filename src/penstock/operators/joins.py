@@ -49,12 +49,12 @@ from penstock.operators.base import (
     Prepared,
     Tick,
     in_order,
-    order_of,
     row_watermarks,
     unique_keys,
     visible,
 )
 from penstock.operators.event_time import TIME_US_MAX, TIME_US_MIN, Duration, microseconds, timed_rows
+from penstock.operators.order import order_of
 from penstock.operators.rowstore import RowStore, stored_as
 from penstock.operators.steps import show
 from penstock.operators.windows import mix_low
@@ -240,6 +240,21 @@ class LifetimeJoin(KeyedOperator):
         self.follows = any(s.follows for s in shapes)
         self.table_key = pl.Schema({**self.key_schema, _EPOCH: pl.Int64(), _NUMBER: pl.Int64()})
 
+    @property
+    def ordered(self) -> bool:
+        return True
+
+    @property
+    def due_hold_us(self) -> int:
+        return self.hold_us - max(0, self.given[0].before_us)  # rows are due by their starts
+
+    def keys_at(self, port: int) -> tuple[str, ...]:
+        side = self.sides[port]
+        return tuple(given for given, _ in side.renames[: side.key_count])
+
+    def time_at(self, port: int) -> str | None:
+        return self.given[port].on
+
     def table(self) -> TableSpec:
         own: dict[str, ValueType] = {
             _PORT: numeric(np.int8, 0),
@@ -251,8 +266,7 @@ class LifetimeJoin(KeyedOperator):
             own[_END] = numeric(np.int64, 0)
         if "edge" in kinds:
             own[_CLOSES] = numeric(np.bool_, False)
-        if self.follows:
-            own[_FROM] = numeric(np.int64, 0)
+        own[_FROM] = numeric(np.int64, 0)
         if self.how == "left":
             own[_HIT] = numeric(np.bool_, False)
         return TableSpec(self.table_key, {**own, **self.sides[0].store.values, **self.sides[1].store.values})
@@ -346,8 +360,7 @@ class LifetimeJoin(KeyedOperator):
                 if not keep.all():
                     late += int((~keep).sum())
                     frame = rows_where(frame, keep)
-            if self.follows:
-                frame = with_column(frame, pl.Series(_FROM, np.full(frame.height, _origin(a.origin), dtype=np.int64)))
+            frame = with_column(frame, pl.Series(_FROM, np.full(frame.height, _origin(a.origin), dtype=np.int64)))
             if frame.height:
                 kept[a.port].append(replace(a, frame=frame))
         return tuple(in_order(k) if k else pl.DataFrame() for k in kept), late
@@ -492,8 +505,9 @@ class LifetimeJoin(KeyedOperator):
     def _output(
         self, lives: _Lives, keys: pl.DataFrame, left: np.ndarray, right: np.ndarray, rows: _Held
     ) -> pl.DataFrame:
-        # When a pair is known to meet, or a left row to meet nothing; then key, time and source, as positions are.
-        due = np.where(right >= 0, np.maximum(lives.start[left], lives.start[right]), lives.end[left])
+        # The watermark from which on a pair is known to meet, or a left row to meet nothing; then key, time and source,
+        # as positions are.
+        due = np.where(right >= 0, np.maximum(lives.start[left], lives.start[right]) + 1, lives.end[left])
         order = np.lexsort((right, left, due))
         left, right, due = left[order], right[order], due[order]
         ours, at = np.unique(left, return_inverse=True)

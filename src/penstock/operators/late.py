@@ -9,6 +9,7 @@ a time are dead letters of the aggregate, and not among the late.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from penstock.operators.base import (
     row_watermarks,
 )
 from penstock.operators.event_time import Window, timed_rows
+from penstock.operators.order import tag_columns, with_tags
 from penstock.state.table import KeyedTable
 
 WATERMARK, _END = "__wm", "__end"
@@ -38,10 +40,19 @@ def watermark_at(arrival: Arrival, tick: Tick) -> int:
     return max(arrival.watermark, tick.watermark_before)
 
 
+def given_late(frame: pl.DataFrame, schema: pl.Schema, marks: np.ndarray, tick: Tick) -> Applied:
+    """Late rows, which come in order, as they go on."""
+    out = frame.select(schema.names())
+    if not tick.tells:
+        return Applied(canonical(out, frame[HASH].to_numpy()))
+    return Applied(with_tags(out, [marks, np.ones(frame.height, dtype=np.int64), *tag_columns(frame)]))
+
+
 class LateRows(KeyedOperator):
     """``key_by(...).window(...).late(id)``. Keeps nothing. Its rows are counted as late by the aggregate, not here."""
 
     timed = True
+    hands_on = True
 
     def __init__(self, id: str, key: Sequence[str], window: Window, on: str, schema: pl.Schema) -> None:
         self.id = id
@@ -55,6 +66,9 @@ class LateRows(KeyedOperator):
     def table(self) -> None:
         return None
 
+    def time_at(self, port: int) -> str | None:
+        return self.on
+
     def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
         frame, ts, _ = timed_rows(self.id, frame, self.on)
         marks = row_watermarks(frame, ts, self.lateness_us) if from_source else np.full(ts.size, NEVER)
@@ -66,13 +80,15 @@ class LateRows(KeyedOperator):
         for a in arrivals:
             if not a.frame.height:
                 continue
-            over = a.frame[_END].to_numpy() <= np.maximum(a.frame[WATERMARK].to_numpy(), watermark_at(a, tick))
+            marks = np.maximum(a.frame[WATERMARK].to_numpy(), watermark_at(a, tick))
+            over = a.frame[_END].to_numpy() <= marks
             if over.any():
-                late.append(Arrival(a.frame.filter(over), a.origin, a.index, a.from_source, a.watermark, a.port))
+                frame = a.frame.with_columns(pl.Series(WATERMARK, marks)).filter(over)
+                late.append(replace(a, frame=frame))
         if not late:
             return Applied(pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}))
         frame = in_order(late)
-        return Applied(canonical(frame.select(self.output.names()), frame[HASH].to_numpy()))
+        return given_late(frame, self.output, frame[WATERMARK].to_numpy(), tick)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"operator": "late"}
@@ -81,4 +97,4 @@ class LateRows(KeyedOperator):
         return f"late for {self.window.describe()}"
 
 
-__all__ = ["WATERMARK", "LateRows", "watermark_at"]
+__all__ = ["WATERMARK", "LateRows", "given_late", "watermark_at"]

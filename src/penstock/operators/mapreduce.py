@@ -25,10 +25,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from penstock.errors import FlowError
-from penstock.operators.base import ORDER, Step, StepContext, visible
+from penstock.frames import pick, take
+from penstock.operators.base import Step, StepContext, tags, visible
 from penstock.operators.custom import Custom, Emit, Operator, Signature, event_type
 from penstock.operators.steps import show, user_code_error
 
@@ -62,11 +64,10 @@ class MapStep(Step):
         return {**self.__dict__, "_kind": None}  # a class made here cannot be found by name elsewhere
 
     def run(self, frame: pl.DataFrame, context: StepContext) -> pl.DataFrame:
-        keys, values, tags = self._pairs(frame, context)
-        order = frame[ORDER].gather(tags) if ORDER in frame.columns else None
+        keys, values, made_by = self._pairs(frame, context)
         if self.combine is not None and keys:
             keys, values, firsts = self._combined(keys, values, context)
-            order = order.gather(firsts) if order is not None else None
+            made_by = [made_by[i] for i in firsts]
         columns = [keys] if len(self.key) == 1 else [[k[i] for k in keys] for i in range(len(self.key))]
         made = []
         for (name, dtype), items in zip(self.schema.items(), [*columns, values], strict=True):
@@ -75,7 +76,8 @@ class MapStep(Step):
             except (pl.exceptions.PolarsError, TypeError, OverflowError, ValueError) as error:
                 raise user_code_error(self.id, context.epoch, {name: items[0]}, error) from error
         out = pl.DataFrame(made)
-        return out if order is None else out.with_columns(order.alias(ORDER))
+        hidden = tags(frame)
+        return out.hstack(take(pick(frame, hidden), np.array(made_by, dtype=np.int64))) if hidden else out
 
     def _pairs(self, frame: pl.DataFrame, context: StepContext) -> tuple[list[Any], list[Any], list[int]]:
         """Keys, values, and the row that each pair came from. A row whose function raises gives none of its pairs."""
@@ -83,7 +85,7 @@ class MapStep(Step):
             self._kind = event_type(self.given.names())
         keys: list[Any] = []
         values: list[Any] = []
-        tags: list[int] = []
+        made_by: list[int] = []
         width = len(self.key)
 
         def emit(key: Any, value: Any) -> None:
@@ -105,9 +107,9 @@ class MapStep(Step):
                 context.dead.append((self.id, f"epoch {context.epoch}", reason, show(record)))
                 del keys[done:], values[done:]
                 continue
-            tags.extend([i] * (len(keys) - done))
+            made_by.extend([i] * (len(keys) - done))
             done = len(keys)
-        return keys, values, tags
+        return keys, values, made_by
 
     def _combined(
         self, keys: list[Any], values: list[Any], context: StepContext

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from penstock.operators.accumulators import Accumulator, Kept, write
+from penstock.operators.accumulators import Accumulator, Kept, one_nan, write
 from penstock.operators.base import one_zero
 from penstock.state.table import KeyedTable, numeric
 
@@ -301,4 +301,96 @@ class PickBy(Accumulator):
         return self.keep.up(pl.col(self.column))
 
 
-__all__ = ["Moments", "Pick", "PickBy"]
+class PickRow(Accumulator):
+    """Several values of the one row that comes first or last in the order of another column, as a struct.
+
+    Of rows of equal order the one with the least or greatest values wins: by the first column, then the second, and so
+    on, null before all others. The values stay those of one row.
+    """
+
+    associative = True
+
+    def __init__(
+        self, name: str, xs: Sequence[tuple[str, pl.Expr, Kept]], by: pl.Expr, by_keep: Kept, last: bool
+    ) -> None:
+        self.name = name
+        self.names = [n for n, _, _ in xs]
+        self.keeps = [k for _, _, k in xs]
+        self.by_keep = by_keep
+        self.dtype = pl.Struct({n: k.dtype for n, _, k in xs})
+        self.last = last
+        self.columns = [f"__{name}_v{i}" for i in range(len(xs))]
+        self.absent = [f"__{name}_a{i}" for i in range(len(xs))]
+        self.by, self.seen = f"__{name}_w", f"__{name}_n"
+        order = by_keep.down(by)
+        if by_keep.stored == pl.Float64:
+            order = one_zero(order.fill_nan(None))
+        self.inputs = [order.alias(self.by)]
+        for column, (_, x, keep) in zip(self.columns, xs, strict=True):
+            value = one_nan(keep.down(x)) if keep.stored == pl.Float64 else keep.down(x)
+            self.inputs.append(value.alias(column))
+        self.values = {self.by: by_keep.value, self.seen: numeric(np.bool_, False)}
+        for column, absent, keep in zip(self.columns, self.absent, self.keeps, strict=True):
+            self.values |= {column: keep.value, absent: numeric(np.bool_, False)}
+
+    def partial(self) -> list[pl.Expr]:
+        order = pl.col(self.by)
+        best = order.max() if self.last else order.min()
+        among = [pl.col(c).filter(order == best) for c in self.columns]
+        ranked = [x.sort_by(among, nulls_last=False) for x in among]
+        picked = [(x.last() if self.last else x.first()).alias(c) for x, c in zip(ranked, self.columns, strict=True)]
+        return [*picked, best.alias(self.by)]
+
+    def regroup(self) -> list[pl.Expr]:
+        return self.partial()
+
+    def single(self) -> list[pl.Expr]:
+        return [*map(pl.col, self.columns), pl.col(self.by)]
+
+    def add(self, table: KeyedTable, rows: np.ndarray, frame: pl.DataFrame) -> None:
+        self.add_rows(table, rows, frame)
+
+    def add_rows(self, table: KeyedTable, rows: np.ndarray, frame: pl.DataFrame) -> None:
+        changed = table.distinct(rows)
+        new = frame.select(pl.Series("__t", rows), *self.columns, self.by)
+        both = pl.concat([self._frame(table, changed, changed), new])
+        best = both.filter(pl.col(self.by).is_not_null()).group_by("__t").agg(self.partial())
+        self._write(table, best["__t"].to_numpy(), best)
+
+    def _write(self, table: KeyedTable, target: np.ndarray, best: pl.DataFrame) -> None:
+        for column, absent, keep in zip(self.columns, self.absent, self.keeps, strict=True):
+            write(table, column, target, _filled(best[column], keep))
+            table.column(absent)[target] = best[column].is_null().to_numpy()
+        write(table, self.by, target, _filled(best[self.by], self.by_keep))
+        table.column(self.seen)[target] = best[self.by].is_not_null().to_numpy()
+
+    def _frame(self, table: KeyedTable, rows: np.ndarray, targets: np.ndarray) -> pl.DataFrame:
+        seen = table.column(self.seen)[rows]
+        values = [
+            _present(column, table.column(column)[rows], seen & ~table.column(absent)[rows], keep)
+            for column, absent, keep in zip(self.columns, self.absent, self.keeps, strict=True)
+        ]
+        order = _present(self.by, table.column(self.by)[rows], seen, self.by_keep)
+        return pl.DataFrame([pl.Series("__t", targets), *values, order])
+
+    def raw(self, table: KeyedTable, rows: np.ndarray) -> list[pl.Series]:
+        return self._frame(table, rows, rows).drop("__t").get_columns()
+
+    def combine(self, table: KeyedTable, rows: np.ndarray, groups: np.ndarray, count: int) -> list[pl.Series]:
+        best = self._frame(table, rows, groups).group_by("__t").agg(self.partial())
+        every = pl.DataFrame({"__t": np.arange(count, dtype=groups.dtype)})
+        return every.join(best, on="__t", how="left", maintain_order="left").drop("__t").get_columns()
+
+    def layout(self) -> str:
+        return f"by {self.by_keep.dtype}"
+
+    def store(self, table: KeyedTable, rows: np.ndarray, raw: pl.DataFrame) -> None:
+        self._write(table, rows, raw)
+
+    def result(self) -> pl.Expr:
+        parts = zip(self.names, self.columns, self.keeps, strict=True)
+        whole = pl.struct([keep.up(pl.col(column)).alias(name) for name, column, keep in parts])
+        return pl.when(pl.col(self.by).is_not_null()).then(whole)
+
+
+__all__ = ["Moments", "Pick", "PickBy", "PickRow"]

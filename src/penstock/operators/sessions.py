@@ -4,9 +4,10 @@ A session begins with a row and goes on while rows come less than ``gap`` after 
 ``[first row's time, last row's time + gap)``.
 
 **What belongs together does not depend on epochs.** Rows are taken in source order, each with the watermark at the row.
-A row whose own ``[time, time + gap)`` is over at its watermark is late: dropped, and counted. Any other row joins the
-sessions of its key that it overlaps and that are still open at its watermark, and may make one of several. A session
-that is over at a row's watermark never takes the row, even if both come in the same epoch.
+A row whose own ``[time, time + gap)`` is over at its watermark joins the session of its key that it lies in, if that is
+still open; else it is late: dropped, and counted. Any other row joins the sessions of its key that it overlaps and that
+are still open at its watermark, and may make one of several. A session that is over at a row's watermark never takes
+the row, even if both come in the same epoch.
 
 **All at once, all the same.** Sessions as just told are the connected parts of a graph: rows x and y, y the later in
 time, are linked when ``max(time of y, watermark at y) < time of x + gap`` (if x came after y, its watermark says
@@ -19,20 +20,19 @@ row, tied together.
 session first, then its own value. Where the rows of a new session were never in two parts, that is plain addition in
 order; the rest is replayed row by row (:func:`_replay`).
 
-With several sources before it, rows are in order by source: which of two *nearly* late rows joins may then depend on
-how the sources were cut into epochs.
+Several inputs are put into one order before (``merge.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
 
-from penstock.operators.aggregates import Accumulators, Aggregate
+from penstock.operators.aggregates import Accumulators, Aggregate, count
 from penstock.operators.base import (
     HASH,
     NEVER,
@@ -43,12 +43,12 @@ from penstock.operators.base import (
     Prepared,
     Tick,
     in_order,
-    order_of,
     row_watermarks,
     unique_keys,
 )
 from penstock.operators.event_time import Duration, Window, clamped, not_negative, one_of, positive, seconds, timed_rows
-from penstock.operators.late import WATERMARK, watermark_at
+from penstock.operators.late import WATERMARK, given_late, watermark_at
+from penstock.operators.order import order_of
 from penstock.operators.windows import EMIT, WINDOW_END, WINDOW_START, mix_low
 from penstock.state.hashing import hash_columns
 from penstock.state.table import KeyedTable, TableSpec, numeric
@@ -76,6 +76,9 @@ class SessionSpec(Window):
         self, id: str, key: Sequence[str], aggregates: Mapping[str, Aggregate], schema: pl.Schema
     ) -> KeyedOperator:
         return SessionAggregate(id, key, self, aggregates, schema)
+
+    def late(self, id: str, key: Sequence[str], schema: pl.Schema) -> KeyedOperator:
+        return LateForSessions(id, key, self, schema)
 
     def describe(self) -> str:
         return f"sessions {seconds(self.gap_us)}" + (" updates" if self.emit == "updates" else "")
@@ -131,6 +134,17 @@ class SessionAggregate(KeyedOperator):
         self.due = None if window.emit == "updates" else WINDOW_END
         self.table_key = pl.Schema({**self.key_schema, _SLOT: pl.Int64()})
 
+    @property
+    def ordered(self) -> bool:
+        return not self.accumulators.associative
+
+    @property
+    def merges(self) -> bool:
+        return True  # what is one session depends on the watermarks at its rows, in order
+
+    def time_at(self, port: int) -> str | None:
+        return self.window.on
+
     def table(self) -> TableSpec:
         whole = numeric(np.int64, 0)
         own = {"__first": whole, "__last": whole, "__slots": whole}  # __slots: how many the key has, in slot 0
@@ -140,46 +154,68 @@ class SessionAggregate(KeyedOperator):
 
     def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
         frame, ts, dead = timed_rows(self.id, frame, self.window.on)
-        late = 0
-        marks = np.full(ts.size, NEVER, dtype=np.int64)
         time_max = int(ts.max()) if ts.size else None
-        if from_source:
-            marks = row_watermarks(frame, ts, self.lateness_us)
-            keep = self.window.over_at(ts) > marks
-            if not keep.all():
-                late = int(np.count_nonzero(~keep))
-                frame, ts, marks = frame.filter(keep), ts[keep], marks[keep]
+        # Whether a row is late depends on the sessions of its key, which only the container knows.
+        marks = row_watermarks(frame, ts, self.lateness_us) if from_source else np.full(ts.size, NEVER, dtype=np.int64)
         hidden = pl.Series(_TIME, ts, dtype=pl.Int64), pl.Series(WATERMARK, marks, dtype=pl.Int64)
         needed = dict.fromkeys((*self.key, *self.columns, *order_of(frame)))
-        return Prepared(frame.select(*needed).with_columns(*hidden), time_max, late, dead)
+        return Prepared(frame.select(*needed).with_columns(*hidden), time_max, 0, dead)
 
     # -- in the container ------------------------------------------------------------------------------------------
 
     def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied:
         assert table is not None
-        arrived: list[Arrival] = []
-        late = 0
+        newest, late = self._take_in(table, arrivals, tick)
+        out = [self._results(table, newest)] if newest is not None and self.window.emit == "updates" else []
+        over = self._over(table, tick)
+        if over.size:
+            if self.window.emit == "final":
+                out.append(self._results(table, over))
+            self._forget(table, over)
+        nothing = pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()})
+        return Applied(out[0] if out else nothing, late.height if late is not None else 0)
+
+    def _take_in(
+        self, table: KeyedTable, arrivals: Sequence[Arrival], tick: Tick
+    ) -> tuple[np.ndarray | None, pl.DataFrame | None]:
+        """Rows into sessions: the row of the table with the newest session of each key they are of; and late rows."""
+        arrived = []
         for a in arrivals:
-            if not a.frame.height:
+            if a.frame.height:
+                marks = np.maximum(a.frame[WATERMARK].to_numpy(), watermark_at(a, tick))
+                arrived.append(replace(a, frame=a.frame.with_columns(pl.Series(WATERMARK, marks))))
+        if not arrived:
+            return None, None
+        frame = in_order(arrived)
+        late = None
+        lonely = self.window.over_at(frame[_TIME].to_numpy()) <= frame[WATERMARK].to_numpy()
+        if lonely.any():
+            out = lonely & ~self._inside(table, frame, lonely)
+            late, frame = frame.filter(out), frame.filter(~out)
+        return (self._merge(table, frame) if frame.height else None), late
+
+    def _inside(self, table: KeyedTable, frame: pl.DataFrame, lonely: np.ndarray) -> np.ndarray:
+        """Which of the rows that would be over by themselves lie in a session that is open at their watermark."""
+        gap = self.window.gap_us
+        firsts, key = unique_keys(frame[HASH].to_numpy(), frame.select(self.key))
+        asked = np.unique(key[lonely])
+        kept = self._kept(table, frame[HASH].to_numpy()[firsts[asked]], frame.select(self.key)[firsts[asked]])
+        now: dict[int, list[tuple[int, int]]] = {int(k): [] for k in asked}
+        for number, first, last in zip(kept.key.tolist(), kept.first.tolist(), kept.last.tolist(), strict=True):
+            now[int(asked[number])].append((first, last))
+        rows = np.flatnonzero(np.isin(key, asked))
+        ts, marks = frame[_TIME].to_numpy(), frame[WATERMARK].to_numpy()
+        inside = np.zeros(len(ts), dtype=np.bool_)
+        of_key, at, mark = key[rows].tolist(), ts[rows].tolist(), marks[rows].tolist()
+        for row, k, t, w in zip(rows.tolist(), of_key, at, mark, strict=True):
+            mine = _joined(now[k], t, w, gap)
+            if t + gap <= w:
+                inside[row] = bool(mine)
                 continue
-            marks = np.maximum(a.frame[WATERMARK].to_numpy(), watermark_at(a, tick))
-            keep = self.window.over_at(a.frame[_TIME].to_numpy()) > marks
-            late += int(np.count_nonzero(~keep))
-            frame = a.frame.with_columns(pl.Series(WATERMARK, marks)).filter(keep)
-            if frame.height:
-                arrived.append(Arrival(frame, a.origin, a.index, a.from_source, a.watermark, a.port))
-        out = []
-        if arrived:
-            newest = self._merge(table, in_order(arrived))
-            if self.window.emit == "updates":
-                out.append(self._results(table, newest))
-        if tick.watermark > tick.watermark_before:
-            over = self._over(table, tick.watermark)
-            if over.size:
-                if self.window.emit == "final":
-                    out.append(self._results(table, over))
-                self._forget(table, over)
-        return Applied(out[0] if out else pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}), late)
+            whole = [*mine, (t, t)]
+            now[k] = [s for s in now[k] if s not in mine]
+            now[k].append((min(s[0] for s in whole), max(s[1] for s in whole)))
+        return inside
 
     def _merge(self, table: KeyedTable, frame: pl.DataFrame) -> np.ndarray:
         """Take in rows in source order; the row of the table that has the newest session of each key they are of."""
@@ -285,9 +321,11 @@ class SessionAggregate(KeyedOperator):
 
     # -- out -------------------------------------------------------------------------------------------------------
 
-    def _over(self, table: KeyedTable, watermark: int) -> np.ndarray:
+    def _over(self, table: KeyedTable, tick: Tick) -> np.ndarray:
+        if tick.watermark <= tick.watermark_before:
+            return np.zeros(0, dtype=np.int64)
         live = table.live_rows()
-        over: np.ndarray = live[table.column("__last")[live] <= watermark - self.window.gap_us]
+        over: np.ndarray = live[table.column("__last")[live] <= tick.watermark - self.window.gap_us]
         return over
 
     def _forget(self, table: KeyedTable, over: np.ndarray) -> None:
@@ -440,6 +478,19 @@ def _among(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
     return found
 
 
+Open = TypeVar("Open", tuple[int, int], tuple[int, int, int])
+"""First and last time of a session, and perhaps where it is kept."""
+
+
+def _joined(sessions: Sequence[Open], t: int, w: int, gap: int) -> list[Open]:
+    """The sessions that a row of time ``t`` joins at watermark ``w``: those that are open and that it overlaps; if it
+    would be over by itself, the one that it lies in.
+    """
+    if t + gap <= w:
+        return [s for s in sessions if s[0] <= t <= s[1] and w < s[1] + gap]
+    return [s for s in sessions if max(t, w) < s[1] + gap and t > s[0] - gap]
+
+
 def _replay(
     accumulators: Accumulators,
     table: KeyedTable,
@@ -461,7 +512,7 @@ def _replay(
         accumulators.store(scratch, rows[i : i + 1], accumulators.raw(table, np.array([row])))
         now.append((first, last, i))
     for n, (t, w) in enumerate(zip(ts.tolist(), marks.tolist(), strict=True)):
-        mine = sorted(s for s in now if max(t, w) < s[1] + gap and t > s[0] - gap)
+        mine = sorted(_joined(now, t, w, gap))
         slot = mine[0][2] if mine else len(sessions) + n
         if len(mine) > 1:
             joined = rows[np.array([s[2] for s in mine])]
@@ -475,4 +526,32 @@ def _replay(
     return accumulators.raw(scratch, rows[now[0][2] : now[0][2] + 1])
 
 
-__all__ = ["SessionAggregate", "SessionSpec", "session"]
+class LateForSessions(SessionAggregate):
+    """``window(ps.session(...)).late(id)``: keeps the same sessions, and gives the rows that none of them takes."""
+
+    hands_on = True
+
+    def __init__(self, id: str, key: Sequence[str], window: SessionSpec, schema: pl.Schema) -> None:
+        super().__init__(id, key, replace(window, emit="final"), {"n": count()}, schema)
+        self.output = schema
+        self.columns = schema.names()
+        self.due = None
+
+    def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:
+        return replace(super().prepare(frame, from_source, port, clock_us), dead=())  # those of the aggregate
+
+    def apply(self, table: KeyedTable | None, arrivals: Sequence[Arrival], tick: Tick) -> Applied:
+        assert table is not None
+        _, late = self._take_in(table, arrivals, tick)
+        over = self._over(table, tick)
+        if over.size:
+            self._forget(table, over)
+        if late is None or not late.height:
+            return Applied(pl.DataFrame(schema={**self.output, ORDER: pl.UInt64()}))
+        return given_late(late, self.output, late[WATERMARK].to_numpy(), tick)
+
+    def describe(self) -> str:
+        return f"late for {self.window.describe()}"
+
+
+__all__ = ["LateForSessions", "SessionAggregate", "SessionSpec", "session"]

@@ -113,7 +113,7 @@ class Timers:
     their time.
     """
 
-    __slots__ = ("_closing", "_items", "_refuse", "_time")
+    __slots__ = ("_closing", "_firing", "_items", "_refuse", "_time")
 
     def __init__(self, time: Time, refuse: Callable[[int, str | None], None]) -> None:
         self._items: list[tuple[int, str | None]] = []
@@ -121,14 +121,17 @@ class Timers:
         self._time = time
         self._refuse = refuse
         self._closing = False
+        self._firing = False
+        """A timer is being called."""
 
     def set(self, at: date, name: str | None = None) -> None:
         """Call ``on_timer`` once the watermark has reached ``at``.
 
-        A time that the watermark has reached already is not set: it becomes a dead letter, and is counted.
+        A time that the watermark has passed already is not set: it becomes a dead letter, and is counted. One for the
+        very watermark at an event fires as soon as the event has been handled; a timer cannot set one for its own time.
         """
         us = to_us(at)
-        if us <= self._time._watermark:
+        if us < self._time._watermark or (self._firing and us == self._time._watermark):
             self._refuse(us, name)
             return
         if self._closing:

@@ -88,6 +88,17 @@ class BatchStep(Step):
         except (Exception, SystemExit) as error:
             raise _batch_error(self, frame, context, error) from error
 
+    def by_row(self, frame: pl.DataFrame, context: StepContext) -> pl.DataFrame:
+        """Called with one row after the other: slow, but what it gives for a row can be put in the row's place."""
+        hidden = tags(frame)
+        given = frame.select(visible(frame.columns))
+        try:
+            made = [self.call(given[i]) for i in range(frame.height)]
+        except Exception as error:
+            raise _batch_error(self, frame, context, error) from error
+        causes = np.repeat(np.arange(frame.height), [out.height for out in made])
+        return pl.concat(made).hstack(take(pick(frame, hidden), causes))
+
     def _between_punctuation(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Which rows made a row is the function's secret: so it gets the rows between two punctuations at a time."""
         parts = frame.partition_by(PUNCTUATION, maintain_order=True)

@@ -33,7 +33,7 @@ from penstock.operators.base import (
     visible,
 )
 from penstock.operators.rowstore import RowStore, stored_as
-from penstock.operators.windows import mix_low
+from penstock.operators.windows import WINDOW_END, mix_low
 from penstock.state.hashing import hash_columns
 from penstock.state.table import KeyedTable, TableSpec, objects
 from penstock.state.values import VALUES
@@ -75,6 +75,7 @@ class TopK(KeyedOperator):
         self.schema = schema
         self.descending = descending
         self.whole_groups = whole_groups
+        self.due = WINDOW_END if whole_groups else None
         self.row_identity = tuple(identity) if identity is not None and not whole_groups else None
         kept = self.row_identity or ()
         self.others = RowStore(pl.Schema({c: t for c, t in schema.items() if c not in kept}))

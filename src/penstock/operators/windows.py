@@ -210,6 +210,13 @@ class _Windows(KeyedOperator):
         times = {WINDOW_START: pl.Datetime("us"), WINDOW_END: pl.Datetime("us")}
         self.output = pl.Schema({**self.key_schema, **times, **self.accumulators.output})
 
+    @property
+    def ordered(self) -> bool:
+        return not self.accumulators.associative
+
+    def time_at(self, port: int) -> str | None:
+        return self.window.on if isinstance(self.window.on, str) else None
+
     # -- before the exchange ---------------------------------------------------------------------------------------
 
     def prepare(self, frame: pl.DataFrame, from_source: bool, port: int = 0, clock_us: int = 0) -> Prepared:

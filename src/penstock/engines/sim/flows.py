@@ -168,7 +168,7 @@ def build(
     if scenario.branches == ("join",) and len(streams) > 1:
         _join(streams[0], streams[1], scenario).sink("join-out", make_sink("join-out"))
         return flow, sources
-    stream = streams[0].union("both", *streams[1:]) if len(streams) > 1 else streams[0]
+    stream = streams[0].union("both", *streams[1:], by="t") if len(streams) > 1 else streams[0]
     if scenario.dead:
         stream = stream.map_rows("checked", _checked, schema=dict(SCHEMA))
     elif scenario.seed % 2:

@@ -26,10 +26,12 @@ WAIT_S = 240.0
 """Longer than any of these jobs takes on a machine that is busy with other things."""
 
 
+THOROUGH = settings.get_current_profile_name() == "thorough"
+
+
 def examples(count: int) -> settings:
     """This many in ``make test``, ten times as many in ``make test-all``."""
-    thorough = settings.get_current_profile_name() == "thorough"
-    return settings(max_examples=2_000 if thorough else scaled(count, 10 * count))
+    return settings(max_examples=2_000 if THOROUGH else scaled(count, 10 * count))
 
 
 def plain(value: Any) -> Any:

@@ -150,18 +150,18 @@ class Fleet:
         self.watch.until(what, lambda c: met(self.job.status()))
 
     def _slices(self) -> dict[str, int]:
-        return {node["name"]: node["slices"] for node in self.job.status().nodes}
+        return {node.name: node.slices for node in self.job.status().nodes}
 
     def _whole(self) -> bool:
         """All nodes are there and have slices; nothing moves; every slice has its backup."""
         status = self.job.status()
         backups = status.backups
-        current = backups.get("slices_current") == backups.get("slices_total", -1)
+        current = backups is not None and backups.slices_current == backups.slices_total
         return bool(
             current
             and not status.moves
             and len(status.nodes) == self.nodes
-            and all(node["slices"] and node["state"] == "up" for node in status.nodes)
+            and all(node.slices and node.state == "up" for node in status.nodes)
         )
 
     def _all_is_well(self) -> dict[str, int]:
@@ -323,7 +323,7 @@ class Fleet:
     def _a_hang(self) -> None:
         """User code that does not come back, in the container that has this key."""
         self.hangs.touch()
-        self._until("it is noticed", lambda s: any(node["state"] == "suspect" for node in s.nodes))
+        self._until("it is noticed", lambda s: any(node.state == "suspect" for node in s.nodes))
         self.hangs.unlink()
 
     def storm(self, seed: int, orders: int, kills: int) -> dict[str, Any]:
@@ -405,7 +405,7 @@ class Storm:
         node = node_of(victim)
         kill([victim])
         self.kills += 1
-        doomed = next((n["containers"] for n in self.job.status().nodes if n["name"] == node), [])
+        doomed = next((n.containers for n in self.job.status().nodes if n.name == node), [])
         for target in doomed:
             slices = r.sample(range(SLICES), 2)
             self._give("to the dead", lambda s=slices, t=target: self.job.migrate(stage, s, t))  # type: ignore[misc]

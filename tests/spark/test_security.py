@@ -21,7 +21,7 @@ import pytest
 import penstock as ps
 from penstock.config import Config
 from penstock.engines.job import start
-from penstock.engines.spark import security
+from penstock.engines.spark import place, security
 from penstock.errors import EngineError
 from tests.spark.child import Watch, finish, paced, say
 
@@ -87,7 +87,7 @@ def listening(processes: list[psutil.Process]) -> list[int]:
 
 def sockets() -> list[str]:
     """The paths of Unix sockets below our own directories."""
-    places = (security.socket_directory(), os.environ["XDG_RUNTIME_DIR"])
+    places = (str(place.place()), os.environ["XDG_RUNTIME_DIR"])
     with open("/proc/net/unix") as file:
         paths = {line.split()[-1] for line in file}
     return sorted(p for p in paths if p.startswith(places))
@@ -123,7 +123,7 @@ def main(place: Path) -> None:
     )
     started = start(build(place / "out"), config=config)
     watch = Watch(started, 90)
-    watch.until("two checkpoints", lambda c: c.manifest.epoch > 1 and c.published > 3)
+    watch.until("two checkpoints", lambda c: c.checkpoints.manifest.epoch > 1 and c.epochs.published > 3)
     conf = started._runtime.engine.session.sparkContext.getConf()  # type: ignore[union-attr]
     secrets = [conf.get(name) for name in (security.SECRET, security.PAGES_KEY)]
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]

@@ -137,19 +137,19 @@ def until(job: ps.Job, what: str, met: Callable[[], object]) -> None:
 
 
 def slices(job: ps.Job) -> dict[str, int]:
-    return {node["name"]: node["slices"] for node in job.status().nodes}
+    return {node.name: node.slices for node in job.status().nodes}
 
 
 def whole(job: ps.Job, nodes: int) -> bool:
     """All nodes are there and have slices; nothing moves; every slice has its backup."""
     status, backups = job.status(), job.status().backups
-    current = backups and backups["slices_current"] == backups["slices_total"]
+    current = backups is not None and backups.slices_current == backups.slices_total
     return bool(current and not status.moves and len(slices(job)) == nodes and all(slices(job).values()))
 
 
 def recoveries(job: ps.Job) -> list[str]:
     """Why the job went back to its checkpoint, each time."""
-    return [c.cause for record in job.journal() for c in record.commands if isinstance(c, CancelAll)]
+    return [c.reason for record in job.journal() for c in record.commands if isinstance(c, CancelAll)]
 
 
 def main(place: Path, master: str) -> None:

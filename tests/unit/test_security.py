@@ -77,9 +77,9 @@ def test_every_session_has_secrets_of_its_own() -> None:
 
 
 def test_sockets_lie_where_nobody_else_may_go() -> None:
-    place = Path(security.socket_directory())
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    assert len(os.fsencode(place)) <= security.SOCKET_DIRECTORY_BYTES_MAX
+    directory = Path(security.protection("local[2]")[security.SOCKETS])
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert len(os.fsencode(directory)) <= 60, "Spark's name of a socket takes 42 of 103 bytes"
 
 
 def test_a_daemon_makes_its_socket_for_its_owner_alone(

@@ -13,17 +13,15 @@ when it runs, and Spark hands them to executors in their environment, which only
 
 from __future__ import annotations
 
-import atexit
 import base64
-import functools
 import os
 import re
 import secrets
-import shutil
 import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from penstock.engines.spark import place
 
 AUTHENTICATE = "spark.authenticate"
 SECRET = "spark.authenticate.secret"
@@ -34,8 +32,6 @@ PAGES_KEY = f"spark.{PAGES_FILTER}.param.secretKey"
 PRIVATE_UMASK = 0o077
 """Files of the JVMs are for their owner alone: shuffle files, logs of executors, what is shipped to them."""
 KEY_BYTES = 32
-SOCKET_DIRECTORY_BYTES_MAX = 60
-"""A Unix socket's path has 104 bytes on some systems, and 42 of them are the name that Spark gives it."""
 
 _SECRET = re.compile(r"secret|password|token|access[.-]?key|credential", re.IGNORECASE)
 
@@ -57,7 +53,7 @@ def protection(master: str) -> dict[str, str]:
         "spark.ui.killEnabled": "false",
         "spark.ui.filters": PAGES_FILTER,
         PAGES_KEY: base64.urlsafe_b64encode(secrets.token_bytes(KEY_BYTES)).decode(),
-        SOCKETS: socket_directory(),
+        SOCKETS: str(place.place()),
     }
     if master.startswith("local-cluster"):
         found[SECRET] = secrets.token_hex(KEY_BYTES)
@@ -72,16 +68,6 @@ def is_secret(setting: str) -> bool:
 def without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
     """What may be on a command line."""
     return {name: value for name, value in settings.items() if not is_secret(name)}
-
-
-@functools.cache
-def socket_directory() -> str:
-    """A directory of this user's alone for the sockets between JVM and Python, with a path that is short enough."""
-    places = [tempfile.gettempdir(), "/tmp"]
-    fits = next((p for p in places if len(os.fsencode(p)) <= SOCKET_DIRECTORY_BYTES_MAX - 15), places[-1])
-    made = tempfile.mkdtemp(prefix="penstock-s-", dir=fits)
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
 
 
 def umask() -> int:

@@ -269,7 +269,7 @@ def run(draw: Draw, cuts: dict[str, Cut] | None) -> Found:
     dead: list[pl.DataFrame] = []
     first = next(iter(cuts.values())) if cuts else None
     with tempfile.TemporaryDirectory() as place:
-        restarts = [None] if first is None or not first.stop_and_copy else [first.in_flight + 1, None]
+        restarts = [None] if first is None or not first.checkpoint_s else [first.in_flight + 1, None]
         kept: dict[str, list[pl.DataFrame]] = {}
         for attempt, epochs_max in enumerate(restarts):
             sources: dict[str, ps.Source] = {
@@ -293,7 +293,7 @@ def run(draw: Draw, cuts: dict[str, Cut] | None) -> Found:
             for after, instances in first.rescales if first is not None else ():
                 job.rescale(draw.keyed[after % len(draw.keyed)], min(instances, config.slices))
             assert job.wait(120)
-            for o in job.status().operators:
+            for o in job.status().stages:
                 late[o.id] += o.late
             for name, one in sinks.items():
                 kept.setdefault(name, []).append(one.frame())

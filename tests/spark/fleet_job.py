@@ -243,13 +243,13 @@ class Fleet:
         said = strikes[fault]() or {}
         self.watch.until(
             f"output after {fault}",
-            lambda c: c.recoveries > recoveries and c.published > past + 2 and c.phase == "running",
+            lambda c: c.attempts.recoveries > recoveries and c.epochs.published > past + 2 and c.phase == "running",
         )
         found = self.rebuilt[rebuilt:]  # what moves later is another matter
         slices = self._all_is_well()
         return {
             **said,
-            "recoveries": c.recoveries - recoveries,
+            "recoveries": c.attempts.recoveries - recoveries,
             "newcomers": {node: count for node, count in slices.items() if node not in before},
             "stayed": [
                 [*container, node, self.homes[container]] for container, node in sorted(homes.items()) if node in slices
@@ -301,7 +301,7 @@ class Fleet:
     def _loss(self) -> None:
         recoveries = self.watch.controller.attempts.recoveries
         kill(executors()[:1])
-        self.watch.until("the recovery", lambda c: c.recoveries > recoveries)
+        self.watch.until("the recovery", lambda c: c.attempts.recoveries > recoveries)
 
     def _in_a_recovery(self) -> None:
         self._loss()
@@ -309,7 +309,7 @@ class Fleet:
 
     def _in_a_start(self) -> None:
         self._loss()
-        self.watch.until("another executor comes", lambda c: len(c.nodes) >= NODES)
+        self.watch.until("another executor comes", lambda c: len(c.fleet.nodes) >= NODES)
         kill(executors()[-1:])
 
     def _a_bad_disk(self) -> None:
@@ -368,7 +368,7 @@ class Storm:
             if number in strikes:
                 self.kill()
             self.pause()
-        self.watch.until("everything has come to rest", lambda c: len(c.nodes) == self.nodes and at_rest(c))
+        self.watch.until("everything has come to rest", lambda c: len(c.fleet.nodes) == self.nodes and at_rest(c))
         self.watch.on_event.remove(hear)
         moves = Counter(e.outcome for e in ended - before)
         return {"given": self.given, "refused": self.refused, "kills": self.kills, "moves": moves}
@@ -399,9 +399,9 @@ class Storm:
     def kill(self) -> None:
         """An executor dies, and before anybody knows slices are sent there, and a stage is rescaled."""
         r = self.random
-        self.watch.until("all nodes", lambda c: len(c.nodes) == self.nodes and c.phase == "running")
+        self.watch.until("all nodes", lambda c: len(c.fleet.nodes) == self.nodes and c.phase == "running")
         c = self.watch.controller
-        before, stage, victim = c.recoveries, r.choice(STAGES), r.choice(executors())
+        before, stage, victim = c.attempts.recoveries, r.choice(STAGES), r.choice(executors())
         node = node_of(victim)
         kill([victim])
         self.kills += 1
@@ -411,12 +411,12 @@ class Storm:
             self._give("to the dead", lambda s=slices, t=target: self.job.migrate(stage, s, t))  # type: ignore[misc]
         self._give("rescale", lambda: self.job.rescale(stage, r.randint(1, NODES)))
         if r.random() < 0.5:  # else the next orders come before the loss is known
-            self.watch.until("the loss", lambda c: c.recoveries > before or len(c.nodes) < self.nodes)
+            self.watch.until("the loss", lambda c: c.attempts.recoveries > before or len(c.fleet.nodes) < self.nodes)
 
     def pause(self) -> None:
         epochs = self.random.choice([0, 0, 1, 1, 2, 4])
         past = self.watch.controller.epochs.published
-        self.watch.until("the next epochs", lambda c: c.published >= past + epochs)
+        self.watch.until("the next epochs", lambda c: c.epochs.published >= past + epochs)
 
     def _give(self, what: str, order: Callable[[], None]) -> None:
         self.given[what] += 1

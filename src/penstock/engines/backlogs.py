@@ -48,6 +48,8 @@ class Backlogs:
         self._found: deque[Look] = deque(maxlen=LOOKS_KEPT)
         self._due_at = -math.inf
         self._problems: dict[str, str] = {}
+        self.waiting: dict[str, int | None] = dict.fromkeys(sources)
+        """source -> rows that waited in it at the last look. None: not known."""
 
     @property
     def notices(self) -> list[str]:
@@ -92,6 +94,7 @@ class Backlogs:
                 f"source '{source}' could not say what waits in it ({type(error).__name__}: {error}): "
                 "its backlog is not known. Mend its backlog method.",
             )
+        self.waiting[source] = backlog.rows
         now = self._clock()
         self._not_before[source] = now + (now - began) * (1 / LOOK_SHARE - 1)
         self._found.append(Look(source, Arrived(now, self._planned[source], backlog.rows), took, full))

@@ -73,6 +73,7 @@ from penstock.control.pacing import Pacer
 from penstock.control.records import EpochRecord, SourceSpan, TaskError, TaskOutput
 from penstock.control.routing import RoutingTable
 from penstock.control.settings import Settings
+from penstock.control.sharing import shares
 from penstock.control.topology import StageInfo, Topology
 from penstock.engines import epochlog, scaling
 from penstock.engines.backlogs import Backlogs
@@ -659,11 +660,11 @@ class Runtime:
         ranges: dict[str, SourceSpan] = {}
         exhausted = []
         sources = self.plan.sources
-        share = max(1, command.rows_max // len(sources))
+        given = shares(command.rows_max, self.backlogs.waiting)
         for id, source in sources.items():
             start = command.offsets.get(id) or source.initial_offset()
             try:
-                found: SourceRange | None = source.plan(start, share)
+                found: SourceRange | None = source.plan(start, given[id])
             except PenstockError:
                 raise
             except Exception as error:
@@ -673,7 +674,7 @@ class Runtime:
                     source=id,
                 ) from error
             taken = found.rows_estimate if found is not None else 0
-            self.backlogs.planned(id, found.end if found is not None else start, taken, share)
+            self.backlogs.planned(id, found.end if found is not None else start, taken, given[id])
             if found is not None:
                 ranges[id] = SourceSpan(
                     start=found.start, end=found.end, rows=found.rows_estimate, facts=list(found.facts)

@@ -17,6 +17,7 @@ from penstock.control.events import (
     MoveRequested,
     Tell,
 )
+from penstock.control.fleet import Fleet
 from penstock.control.moves import Move, Moves
 from penstock.engines.sim.checkers import Answered, Violation
 from penstock.engines.sim.simulate import Campaign, simulate
@@ -151,37 +152,37 @@ def test_a_storm_that_failed_once(seed: int) -> None:
 
 def silent_refusal(patch: pytest.MonkeyPatch) -> None:
     """Slices that cannot move stay, and nobody is told."""
-    real = Controller._move_requested
-    patch.setattr(Controller, "_move_requested", lambda self, e: [c for c in real(self, e) if not isinstance(c, Tell)])
+    real = Moves.on_move
+    patch.setattr(Moves, "on_move", lambda self, e: [c for c in real(self, e) if not isinstance(c, Tell)])
 
 
 def cores_of_the_dead(patch: pytest.MonkeyPatch) -> None:
     """What was said of a node's cores is kept when it is gone."""
-    real = Controller._nodes_changed
+    real = Fleet.on_nodes_changed
 
-    def nodes_changed(self: Controller, event: Any) -> Any:
+    def on_nodes_changed(self: Fleet, event: Any) -> Any:
         kept = dict(self.cores)
         out = real(self, event)
-        self.cores = {**kept, **self.cores}
+        self.core.routes.amend(cores={**kept, **self.cores})
         return out
 
-    patch.setattr(Controller, "_nodes_changed", nodes_changed)
+    patch.setattr(Fleet, "on_nodes_changed", on_nodes_changed)
 
 
 def stateless_moves(patch: pytest.MonkeyPatch) -> None:
     """Slices of a stage without state are to be copied, which never ends."""
-    real = Controller._move_requested
+    real = Moves.on_move
 
-    def move_requested(self: Controller, event: MoveRequested) -> Any:
-        if self.topology[event.stage].stateful:
+    def on_move(self: Moves, event: MoveRequested) -> Any:
+        if self.core.topology[event.stage].stateful:
             return real(self, event)
-        usable = {p.container for p in self.peers(event.stage)}
+        usable = {p.container for p in self.core.balance.peers(event.stage)}
         targets = {
             s: c for s, c in event.targets.items() if c in usable and s < self.core.routes.table.slices_in(event.stage)
         }
-        return [*self._ask(event.stage, targets, event.now, event.reason), Tell(text="as you wish")]
+        return [*self.ask(event.stage, targets, event.now, event.reason), Tell(text="as you wish")]
 
-    patch.setattr(Controller, "_move_requested", move_requested)
+    patch.setattr(Moves, "on_move", on_move)
 
 
 PLANTED: list[tuple[Plant, set[str], int]] = [

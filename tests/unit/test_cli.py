@@ -81,7 +81,7 @@ class Started:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    return Started(now=monkeypatch)
+    return Started(monkeypatch)
 
 
 def invoke(*arguments: str) -> Any:

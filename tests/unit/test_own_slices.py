@@ -57,7 +57,7 @@ def run(made: ps.Flow, at: dict[int, Callable[[Job], None]] | None = None, **set
     config = ps.Config(**{"instances": 2, "control": False, "checkpoint_interval_s": 0.0, **settings})
     held.append(job := start(made, engine="local", config=config, trip=trip))
     ready.set()
-    assert job.wait(60)
+    assert job.wait(240), "it hangs"
     return job
 
 

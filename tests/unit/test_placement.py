@@ -334,7 +334,7 @@ def test_hot_slices_by_load() -> None:
     assert hot_slices([1, 1, 9, 1, 30, 1], capacity=20) == HotSlices(hot=(), too_hot=(4,))
     assert hot_slices([1, 1, 9, 1, 12, 1], capacity=20) == HotSlices(hot=(4, 2), too_hot=())
     assert hot_slices([1, 1, 9, 1, 30, 1], capacity=20, factor=1.2) == HotSlices(hot=(2,), too_hot=(4,))
-    assert hot_slices([], capacity=1) == hot_slices([2, 2], capacity=2) == HotSlices(now=(), slices=())
+    assert hot_slices([], capacity=1) == hot_slices([2, 2], capacity=2) == HotSlices((), ())
 
 
 # -- homes -------------------------------------------------------------------------------------------------------------

@@ -171,6 +171,8 @@ def test_what_fails_because_the_engine_is_gone_is_put_down_to_that(tmp_path: Pat
     def start() -> None:
         raise ConnectionRefusedError(111, "Connection refused")
 
+    runtime.clock = lambda: 0.0
+    runtime._publish_status = lambda now, at_once=False: None  # type: ignore[method-assign]
     runtime._start = start  # type: ignore[method-assign]
     runtime.run()
     assert runtime.error is gone

@@ -172,8 +172,11 @@ class Job:
                 f"container {container} of '{stage}' cannot take slices: it is not there, or on its way out.",
                 remedy=f"The containers that can are {', '.join(map(str, seen.usable))}.",
             )
-        if wrong := [s for s in slices if not 0 <= s < status.slices]:
-            raise ConfigError(f"there is no slice {wrong[0]}.", remedy=f"Slices go from 0 to {status.slices - 1}.")
+        count = len(seen.owners)
+        if wrong := [s for s in slices if not 0 <= s < count]:
+            raise ConfigError(
+                f"there is no slice {wrong[0]} in stage '{stage}'.", remedy=f"Its slices go from 0 to {count - 1}."
+            )
         moving = {m.slice for m in status.moves if m.stage == stage}
         if busy := [s for s in slices if s in moving]:
             raise ConfigError(
@@ -265,7 +268,7 @@ def start(
         lock.keep(time.time)
         hooks["heartbeat"] = lock.check
         files = FsspecStore(url)
-        if files.root is not None:
+        if getattr(files, "root", None) is not None:
             files.remove_temporaries()  # what a killed driver was writing
         retrying = RetryingStore(
             files,

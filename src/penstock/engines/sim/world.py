@@ -55,6 +55,7 @@ from penstock.engines.sim.storm import Storm, config_of, scenario_of
 from penstock.engines.task import DEAD_LETTERS, MANIFEST_NAME
 from penstock.errors import CorruptData, PenstockError
 from penstock.ids import Epoch, StageId
+from penstock.observe.status import JobStatus
 from penstock.plan import Plan, compile_flow
 from penstock.state.checkpoint import Manifest
 from penstock.state.store import Store
@@ -139,6 +140,11 @@ class Driver(Runtime):
         self.inbox.append(event)
         if len(self.inbox) == 1:
             self.world.schedule.after(self.world.random.uniform(0.0, 0.004), self.take)
+
+    def status(self) -> JobStatus:
+        """As of now: there is no loop that publishes a snapshot every now and then."""
+        self._publish_status(self.clock(), at_once=True)
+        return super().status()
 
     def take(self) -> None:
         """One event from the inbox."""

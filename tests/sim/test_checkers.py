@@ -446,7 +446,7 @@ PLANTED: list[tuple[Plant, set[str], int]] = [
     (never_recovered, {"progress"}, 0),
     (counted_twice, {"sound"}, 20),
     (forgets_too_early, {"no-lost-update"}, 38),
-    (hole_in_the_log, {"sound", "no-lost-update"}, 10),
+    (hole_in_the_log, {"sound", "no-lost-update"}, 351),
     (undo_kept_by_a_rescale, {"bounded-growth"}, 38),
     (lost_handover, {"progress"}, 460),
     (empty_handover, {"exactly-once", "no-lost-update"}, 25),

@@ -188,7 +188,7 @@ def stateless_moves(patch: pytest.MonkeyPatch) -> None:
 PLANTED: list[tuple[Plant, set[str], int]] = [
     (silent_refusal, {"answered"}, 0),
     (cores_of_the_dead, {"sound"}, 0),
-    (stateless_moves, {"progress"}, 85),
+    (stateless_moves, {"progress"}, 18),
 ]
 """A bug, the checkers that may be the first to see it, and a storm from which on it does not take long."""
 

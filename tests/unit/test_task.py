@@ -13,6 +13,7 @@ import penstock as ps
 from penstock.control.records import SealedDelta
 from penstock.engines import task
 from penstock.engines.task import MANIFEST_NAME, TaskSpec, Worker, pack_blob, split_by_owner, unpack_blob
+from penstock.ids import PlanVersion
 from penstock.operators.base import HASH, NEVER
 from penstock.plan import compile_flow
 from penstock.state.checkpoint import Manifest
@@ -327,3 +328,21 @@ def test_arrivals_are_put_in_order_whatever_order_they_come_in() -> None:
         report, _ = rig.worker.run(rig.spec("count", 1), [blobs[i] for i in order])
         sums.append(pl.read_ipc_stream(report.output.tables["o"])["x"][0])
     assert sums == [((1e16 + 1.0) - 1e16) + 1.0] * 3
+
+
+def test_a_worker_holds_two_plans_and_each_epoch_runs_with_its_own() -> None:
+    rig = Rig()
+    other = ps.Flow("f")
+    counts = other.source("in", rows(FRAME)).key_by("k").aggregate("count", n=ps.count(), x=ps.sum("x"))
+    counts.where("often", pl.col("n") > 1).sink("o", ps.memory())
+    rig.worker.add_plan(PlanVersion(2), compile_flow(other.graph()))
+    assert rig.count(1, plan=2)[1] == {"a": (2, 5)}, "it puts out what came twice"
+    assert rig.count(2)[1] == {"a": (4, 10), "b": (2, 4), "c": (2, 6)}, "the state is the same"
+    blobs = [rig.source(3, plan=2, split={"first": 1, "last": 2})[0]]
+    assert rig.count(3, blobs, plan=2)[1] == {"b": (3, 6)}
+
+
+def test_a_plan_that_a_worker_does_not_have_is_named() -> None:
+    rig = Rig()
+    report, _ = rig.count(1, plan=3)
+    assert report.error.kind == "EngineError" and "version 3 of the plan" in report.error.message

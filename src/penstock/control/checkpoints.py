@@ -156,6 +156,7 @@ class Checkpoints(Concern):
                 attempt=core.attempts.current,
                 checkpoint=self.committed,
                 routing=core.routes.table,
+                plan=core.inputs.plan,
                 containers=waiting,
                 progress=core.inputs.progress(taken.epoch),
             )

@@ -266,6 +266,7 @@ class Flush(Command, frozen=True, kw_only=True):
     attempt: Attempt
     checkpoint: Epoch
     routing: RoutingTable
+    plan: PlanVersion = FIRST_PLAN
     containers: dict[StageId, tuple[int, ...]] = {}
     """Containers that have not yet said that they are done."""
     progress: dict[str, Offset | None] = {}

@@ -34,10 +34,10 @@ from penstock.control.records import SealedDelta, TaskError, TaskOutput, TaskRep
 from penstock.control.topology import at_port
 from penstock.engines.hot import hottest_keys, rows_by_slice
 from penstock.engines.keeper import Keeper
-from penstock.errors import BadRecordError, CheckpointError, PenstockError
+from penstock.errors import BadRecordError, CheckpointError, EngineError, PenstockError
 from penstock.flow import Node
 from penstock.frames import pick, rows_where, stacked, with_column, without
-from penstock.ids import StageId
+from penstock.ids import FIRST_PLAN, PlanVersion, StageId
 from penstock.operators.base import (
     BY,
     DUE,
@@ -113,6 +113,8 @@ class TaskSpec(msgspec.Struct, kw_only=True):
     epoch: int
     attempt: int
     index: int
+    plan: PlanVersion = FIRST_PLAN
+    """Version of the plan that the epoch runs with."""
     checkpoint: int
     seal: bool
     slicemaps: dict[str, SliceMap]
@@ -283,13 +285,16 @@ class Worker:
         from the store when they are needed.
         """
         self.plan = plan
+        """The plan of the task that runs, or ran last."""
+        self.plans = {FIRST_PLAN: plan}
+        """version -> plan. While a flow is replaced, epochs of two plans are under way."""
         self.job_id = job_id
         self.store = store
         self.keeper = keeper
         self.containers: dict[tuple[str, int], Container] = {}
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-delta")
         self.manifests: dict[int, Manifest] = {}
-        self.layouts: dict[StageId, TableSpec | None] = {}
+        self.layouts: dict[tuple[PlanVersion, StageId], TableSpec | None] = {}
         self.failed: Exception | None = None
         """What went wrong since the last task."""
 
@@ -339,7 +344,7 @@ class Worker:
         return any(container.table.waits for container in waiting.values())
 
     def _run(self, spec: TaskSpec, blobs: Sequence[bytes], report: TaskReport) -> dict[tuple[str, int], bytes]:
-        stage = self.plan.by_id[StageId(spec.stage)]
+        stage = self._stage(spec)
         context = StepContext(spec.epoch, spec.on_error)
         if stage.source is not None:
             root = self._read(stage, spec, report, context)
@@ -376,7 +381,7 @@ class Worker:
         """Seal at the epoch, unless that was done, and wait until everything is written."""
         report = TaskReport(stage=spec.stage, epoch=spec.epoch, attempt=spec.attempt, index=spec.index, pid=os.getpid())
         try:
-            stage = self.plan.by_id[StageId(spec.stage)]
+            stage = self._stage(spec)
             container = self.containers.get((spec.stage, spec.index))
             sealed = container is not None and spec.epoch in container.table.epochs()
             # It may stand at a later epoch: what was sealed on the way is still being written, and that
@@ -394,12 +399,27 @@ class Worker:
             report.error = task_error(error)
         return report
 
-    def _layout(self, stage: Stage) -> TableSpec | None:
-        """Of its table; it is asked for in every epoch, and takes a while to put together."""
-        if stage.id not in self.layouts:
+    def add_plan(self, version: PlanVersion, plan: Plan) -> None:
+        """Epochs of this version of the plan may come from now on."""
+        self.plans[version] = plan
+
+    def _stage(self, spec: TaskSpec) -> Stage:
+        """The stage of a task, in the plan of the task's epoch."""
+        if spec.plan not in self.plans:
+            raise EngineError(
+                f"epoch {spec.epoch} runs with version {spec.plan} of the plan, and this worker has only "
+                f"{', '.join(map(str, sorted(self.plans)))}.",
+                remedy="Please report it. The checkpoint is whole: start the job again.",
+            )
+        self.plan = self.plans[spec.plan]
+        return self.plan.by_id[StageId(spec.stage)]
+
+    def _layout(self, stage: Stage, version: PlanVersion) -> TableSpec | None:
+        """The layout of a stage's table. It takes a while to put together, and every epoch asks for it."""
+        if (version, stage.id) not in self.layouts:
             assert stage.keyed is not None
-            self.layouts[stage.id] = stage.keyed.table()
-        return self.layouts[stage.id]
+            self.layouts[version, stage.id] = stage.keyed.table()
+        return self.layouts[version, stage.id]
 
     # -- sources -------------------------------------------------------------------------------------------------
 
@@ -435,7 +455,7 @@ class Worker:
     ) -> Container | None:
         """The container, standing exactly at the epoch before this one; None if that cannot be."""
         assert stage.keyed is not None
-        layout = self._layout(stage)
+        layout = self._layout(stage, spec.plan)
         if layout is None:
             return None
         if self.keeper is not None:
@@ -552,7 +572,7 @@ class Worker:
 
     def _keep(self, stage: Stage, spec: TaskSpec, wanted: frozenset[int]) -> None:
         assert self.keeper is not None and stage.keyed is not None
-        layout = self._layout(stage)
+        layout = self._layout(stage, spec.plan)
         assert layout is not None
         self.keeper.tell(spec.stage, layout.key.names(), spec.slicemap, wanted, spec.checkpoint, spec.commits)
 

@@ -317,7 +317,7 @@ def epoch_ratios(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def _growing(args: dict[str, Any], full_snapshots: bool) -> Iterator[Figures]:
-    from pyspark import cloudpickle
+    import cloudpickle
 
     import penstock as ps
     from benchmarks import baselines

@@ -19,8 +19,8 @@ beside() { # name, what to run
     processes[$name]=$!
 }
 trap 'kill "${processes[@]}" 2>/dev/null; rm -rf "$directory"' EXIT
-beside unit tests/unit tests/examples
-beside laws tests/property tests/sim tests/crash
+beside unit tests/unit tests/examples tests/crash
+beside laws tests/property tests/sim
 code=0
 "$python" -m pytest -o timeout=$limit -m spark --durations=15 || code=$?
 for name in "${names[@]}"; do

@@ -13,7 +13,7 @@ from penstock.engines.sim.simulate import Campaign, simulate
 from penstock.engines.sim.world import World
 from tests.scale import scaled
 
-SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", scaled(300, 5_000)))
+SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", scaled(200, 5_000)))
 EACH = min(SEEDS, 100)
 
 

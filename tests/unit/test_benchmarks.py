@@ -401,6 +401,7 @@ def test_a_whole_benchmark_with_stand_ins(name: str, tmp_path: Path, monkeypatch
         (similarity, "check_pairs"),
     ):
         monkeypatch.setattr(bench, function, lambda *_, **__: None)
+    monkeypatch.setattr(order, "rows_a_second", lambda *_, **__: 1.0)
     monkeypatch.setattr(custom_state, "true_gaps", lambda _, counts: dict.fromkeys(counts))
     monkeypatch.setattr(similarity, "write_rotating", lambda *_, **__: (1, None))
     module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")

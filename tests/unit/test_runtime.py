@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -18,14 +19,18 @@ from penstock.control.events import (
     LeaveRequested,
     NodesChanged,
     RescaleRequested,
+    RunStage,
+    StageFailed,
 )
 from penstock.control.policies import Decision, Observation, nothing
 from penstock.control.records import NodeInfo
+from penstock.control.routing import RoutingTable
 from penstock.engines import scaling
 from penstock.engines.job import Job, start
+from penstock.engines.runtime import Runtime, SplitsFound
 from penstock.engines.task import Worker
 from penstock.errors import BadRecordError, ConfigError, FlowError, SinkError, SourceError, UserCodeError
-from penstock.ids import StageId
+from penstock.ids import Attempt, Epoch, StageId
 
 FRAME = pl.DataFrame({"k": [f"k{i % 5}" for i in range(100)], "x": list(range(100))})
 
@@ -479,3 +484,25 @@ def test_users_cannot_ask_for_the_ways_of_others() -> None:
         for run in (ps.run, ps.run_local):
             with pytest.raises((ConfigError, TypeError), match=next(iter(setting))):
                 run(flow, **setting)
+
+
+def test_shares_of_a_source_that_were_found_after_a_recovery_began_do_not_run() -> None:
+    """They did once, and the local engine counted their rows twice: those of the old attempt, and those of the new."""
+    runtime = Runtime.__new__(Runtime)
+    ran: list[int] = []
+    posted: list[Any] = []
+    runtime.engine = SimpleNamespace(run_stage=lambda command, splits: ran.append(command.attempt))  # type: ignore[assignment]
+    runtime.controller = SimpleNamespace(attempts=SimpleNamespace(current=2))  # type: ignore[assignment]
+    runtime.clock = lambda: 0.0
+    runtime.post = posted.append  # type: ignore[method-assign]
+    for attempt in (1, 2):
+        command = RunStage(
+            epoch=Epoch(3),
+            stage=StageId("in"),
+            attempt=Attempt(attempt),
+            checkpoint=Epoch(0),
+            routing=RoutingTable.initial(1, {StageId("in"): False}, 1),
+        )
+        runtime.handle(SplitsFound(now=0.0, command=command, splits=[]))
+    assert ran == [2]
+    assert [(type(e), e.epoch, e.stage, e.attempt) for e in posted] == [(StageFailed, 3, "in", 1)]

@@ -62,6 +62,7 @@ from penstock.control.events import (
     ReleaseNodes,
     RunStage,
     StageDone,
+    StageFailed,
     Started,
     StoreChanged,
     Tell,
@@ -653,14 +654,29 @@ class Runtime:
         self.post(SplitsFound(now=self.clock(), command=command, splits=splits))
 
     def _run_splits(self, found: SplitsFound) -> None:
-        assert self.engine is not None
-        self.engine.run_stage(found.command, found.splits)
+        assert self.engine is not None and self.controller is not None
+        command = found.command
+        if command.attempt == self.controller.attempts.current:
+            self.engine.run_stage(command, found.splits)
+            return
+        # A recovery has begun meanwhile. What the stage sent would meet what the new attempt sends.
+        self.post(
+            StageFailed(
+                now=self.clock(),
+                epoch=command.epoch,
+                stage=command.stage,
+                attempt=command.attempt,
+                reason="cancelled before it began",
+            )
+        )
 
     def _plan_epoch(self, command: PlanEpoch) -> None:
         ranges: dict[str, SourceSpan] = {}
         exhausted = []
         sources = self.plan.sources
-        given = shares(command.rows_max, self.backlogs.waiting)
+        # With a fixed size of epochs their cut is the same each time, whatever waits.
+        fixed = self.config.epoch_rows is not None
+        given = shares(command.rows_max, dict.fromkeys(sources) if fixed else self.backlogs.waiting)
         for id, source in sources.items():
             start = command.offsets.get(id) or source.initial_offset()
             try:

@@ -421,17 +421,17 @@ def run_penstock(flow: Any, args: Mapping[str, Any], *, warm: int | None = None)
     )
     job.wait()
     status = job.status()
-    history = [entry for entry in status.history if entry["rows"]]
+    history = [entry for entry in status.history if entry.rows]
     assert len(history) == args["batches"], f"{len(history)} epochs of {args['batches']}"
     figures = batch_figures(
-        [entry["at_s"] for entry in history],
-        [entry["ms"] for entry in history],
-        [entry["rows"] for entry in history],
+        [entry.at_s for entry in history],
+        [entry.ms for entry in history],
+        [entry.rows for entry in history],
         warm_up(len(history)) if warm is None else warm,
     )
     checkpoints = {"checkpoints": status.checkpoints, "checkpoint_mb": round(status.checkpoint_bytes / 1e6, 1)}
     # At its end a flow has closed and forgotten all windows, so the rows it held are in its history.
-    return {**figures, "state_rows": history[-1].get("state_rows", status.state_rows), **checkpoints}
+    return {**figures, "state_rows": history[-1].state_rows, **checkpoints}
 
 
 def checkpoint_state(checkpoint: Path, operator: str, key: Sequence[str]) -> pl.DataFrame:

@@ -120,12 +120,12 @@ def _counting(args: dict[str, Any], copies: int) -> Iterator[Figures]:
     )
     job.wait()
     status = job.status()
-    history = [entry for entry in status.history if entry["rows"]]
+    history = [entry for entry in status.history if entry.rows]
     assert len(history) == args["batches"], f"{len(history)} epochs of {args['batches']}"
     figures = common.batch_figures(
-        [entry["at_s"] for entry in history],
-        [entry["ms"] for entry in history],
-        [entry["rows"] for entry in history],
+        [entry.at_s for entry in history],
+        [entry.ms for entry in history],
+        [entry.rows for entry in history],
         common.warm_up(len(history)),
     )
     yield {

@@ -165,7 +165,7 @@ def speaks_spark(port: int) -> bool:
     """Is it a port of Spark's protocol? Pages answer HTTP, and Py4J's gateway text."""
     import http.client
 
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", "/")
         connection.getresponse()
